@@ -93,3 +93,63 @@ $(VLLM_STAMP) $(VLLM31_STAMP):
 venv: $(VENV_STAMP) ## .venv: kvcellar (editable), its checks and its tests
 venv-vllm: .venv-vllm/.kvcellar-$(WHEEL_HASH) ## .venv-vllm: vLLM 0.32 and a wheel of this tree
 venv-vllm31: .venv-vllm31/.kvcellar-$(WHEEL_HASH) ## .venv-vllm31: vLLM 0.31 and a wheel of this tree
+
+# ---- checks and tests
+
+.PHONY: system
+system: ## check the commands that tests and demo call; as root, install what is missing
+	@missing=(); \
+	for tool in $(SYSTEM_TOOLS); do \
+		command -v "$${tool%%:*}" >/dev/null || missing+=("$${tool##*:}"); \
+	done; \
+	[[ $${#missing[@]} -gt 0 ]] || exit 0; \
+	echo "missing Debian packages: $${missing[*]}"; \
+	as_root=(); \
+	if [[ $$(id -u) -ne 0 ]]; then \
+		command -v sudo >/dev/null || { echo "install them as root, then run make again" >&2; exit 1; }; \
+		as_root=(sudo); \
+	fi; \
+	"$${as_root[@]}" apt-get update -qq; \
+	"$${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$${missing[@]}"
+
+.PHONY: lint
+lint: venv ## ruff (rules and format), mypy, and which module may import which
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
+
+.PHONY: test-unit
+test-unit: venv ## the pure tests: seconds, no root, no network
+	$(PY) tests/run.py unit
+
+.PHONY: test
+test: system venv venv-vllm venv-vllm31 ## every test that this machine can run: what CI runs
+	$(PY) tests/run.py
+
+.PHONY: soak
+soak: system venv venv-vllm venv-vllm31 ## the full counts of kills and repeats: long
+	$(PY) tests/run.py --soak
+
+.PHONY: demo
+demo: system venv venv-vllm ## a real engine is killed and restarted, and returns the same tokens
+	.venv/bin/kvcellar demo --engine-python .venv-vllm/bin/python
+
+.PHONY: lock
+lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
+lock: COMPILE := $(UV) pip compile --quiet --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links $(LOCK_ARGS)
+lock: $(UV_STAMP) ## resolve requirements/*.txt anew; LOCK_ARGS=--upgrade takes newer versions
+	$(COMPILE) --universal requirements/uv.in --output-file requirements/uv.txt
+	$(COMPILE) --universal pyproject.toml --extra sidecar --extra cli requirements/dev.in \
+		--output-file requirements/dev.txt
+	$(COMPILE) requirements/vllm.in --override requirements/vllm-overrides.txt \
+		--output-file requirements/vllm.txt
+	$(COMPILE) requirements/vllm31.in --override requirements/vllm-overrides.txt \
+		--output-file requirements/vllm31.txt
+
+.PHONY: clean
+clean: ## remove everything that make made
+	rm -rf .tools .venv .venv-vllm .venv-vllm31 .mypy_cache .ruff_cache .pytest_cache \
+		.hypothesis .import_linter_cache dist
+	find sidecar operator tests -type d -name __pycache__ -prune -exec rm -rf {} +
