@@ -117,7 +117,7 @@ lint: venv ## ruff (rules and format), mypy, and which module may import which
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/lint-imports --no-cache
+	.venv/bin/lint-imports --no-cache --no-logo
 
 .PHONY: test-unit
 test-unit: venv ## the pure tests: seconds, no root, no network

@@ -1,0 +1,118 @@
+"""Every import contract breaks when its rule is broken, so a green lint means something.
+
+Each case plants one import in a copy of the two packages, writes the modules that
+the import needs where they do not exist yet, and runs that one contract.
+"""
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"kvcellar": "sidecar", "kvcellar_operator": "operator"}
+
+# contract, the module that gets the line, the line
+BAD_IMPORTS = [
+    ("layers", "kvcellar.errors", "import kvcellar.contract"),
+    ("layers", "kvcellar.region.file", "import kvcellar.index.chunks"),
+    ("layers", "kvcellar.daemon.service", "import kvcellar.cli"),
+    ("layers", "kvcellar.daemon.service", "import kvcellar.demo.models"),
+    ("programs", "kvcellar.daemon.service", "import kvcellar.worker.pin"),
+    ("programs", "kvcellar_operator.sizing", "import kvcellar.daemon.config"),
+    ("meaning", "kvcellar.daemon.service", "import kvcellar.index.journal"),
+    ("command-line", "kvcellar.cli", "import kvcellar.vllm"),
+    ("command-line", "kvcellar.cli", "import kvcellar.worker.attach"),
+    ("region", "kvcellar.region.geometry", "import kvcellar.region.file"),
+    ("index", "kvcellar.index.policy", "import kvcellar.index.journal"),
+    ("worker", "kvcellar.worker.plan", "import kvcellar.worker.copier"),
+    ("daemon", "kvcellar.daemon.config", "import kvcellar.daemon.app"),
+    ("operator", "kvcellar_operator.inject", "import kvcellar_operator.cluster"),
+    ("operator-uses", "kvcellar_operator.observe", "import kvcellar.region.file"),
+    ("operator-used", "kvcellar.cli", "import kvcellar_operator.cluster"),
+    ("operator-used", "kvcellar.contract", "import kvcellar_operator.sizing"),
+    ("vllm-only", "kvcellar.worker.offload", "import vllm.config"),
+    ("vllm-only", "kvcellar.demo.models", "import vllm"),
+    ("torch-only", "kvcellar.index.chunks", "import torch"),
+    ("daemon-light", "kvcellar.daemon.service", "import numpy as np"),
+    ("http-only", "kvcellar.region.survey", "import pydantic"),
+    ("cluster-only", "kvcellar.daemon.app", "from kubernetes import client"),
+    ("pure", "kvcellar.worker.plan", "import mmap"),
+    ("pure", "kvcellar_operator.sizing", "import kopf"),
+]
+
+
+def contract_names() -> set[str]:
+    """The identifiers of all contracts in the configuration."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / ".importlinter")
+    prefix = "importlinter:contract:"
+    return {name.removeprefix(prefix) for name in config.sections() if name.startswith(prefix)}
+
+
+def module_file(tree: Path, module: str) -> Path:
+    """The file of a module of ours, made with its package if it is not there yet."""
+    package, *rest = module.split(".")
+    folder = tree / FOLDERS[package] / package
+    for name in rest[:-1]:
+        folder /= name
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").touch()
+    as_package = folder / rest[-1] / "__init__.py"
+    path = as_package if as_package.exists() else folder / f"{rest[-1]}.py"
+    path.touch()
+    return path
+
+
+def plant(tree: Path, module: str, line: str) -> None:
+    """Put one import line at the end of a module; write the imported module if it is ours."""
+    imported = line.split()[1]
+    if imported.partition(".")[0] in FOLDERS:
+        module_file(tree, imported)
+    with module_file(tree, module).open("a") as file:
+        file.write(f"\n{line}\n")
+
+
+def check(tree: Path, contract: str) -> subprocess.CompletedProcess[str]:
+    """Run one contract over the packages in ``tree``."""
+    lint_imports = Path(sys.executable).with_name("lint-imports")
+    path = os.pathsep.join(str(tree / folder) for folder in FOLDERS.values())
+    return subprocess.run(
+        [lint_imports, "--no-cache", "--no-logo", "--contract", contract, tree / ".importlinter"],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of both packages and the contracts."""
+    for package, folder in FOLDERS.items():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder / package, tmp_path / folder / package, ignore=ignored)
+    shutil.copy(ROOT / ".importlinter", tmp_path)
+    return tmp_path
+
+
+def test_every_contract_has_a_bad_import_here() -> None:
+    assert {contract for contract, _, _ in BAD_IMPORTS} == contract_names()
+
+
+@pytest.mark.parametrize(("contract", "module", "line"), BAD_IMPORTS)
+def test_a_bad_import_breaks_its_contract(
+    tree: Path, contract: str, module: str, line: str
+) -> None:
+    plant(tree, module, line)
+
+    result = check(tree, contract)
+
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{module} -> " in result.stdout
+    assert "0 kept, 1 broken" in result.stdout
