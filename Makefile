@@ -57,7 +57,7 @@ $(UV_STAMP):
 			--require-hashes --no-deps -r requirements/uv.txt)
 
 # The install is editable: it needs no repeat when a source file changes.
-$(VENV_STAMP): $(UV_STAMP)
+$(VENV_STAMP): | $(UV_STAMP)
 	$(call once,.venv,$@,.made-, \
 		echo "making .venv"; \
 		$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv; \
@@ -66,8 +66,9 @@ $(VENV_STAMP): $(UV_STAMP)
 			--no-build-isolation --editable .)
 
 # Compiled once here, since a machine may forbid Python to write bytecode, and an
-# engine imports thousands of modules at each start.
-$(VLLM_STAMP) $(VLLM31_STAMP): $(UV_STAMP)
+# engine imports thousands of modules at each start. The sync removes kvcellar, so its
+# stamp goes too.
+$(VLLM_STAMP) $(VLLM31_STAMP): | $(UV_STAMP)
 $(VLLM_STAMP): REQUIREMENTS := requirements/vllm.txt
 $(VLLM31_STAMP): REQUIREMENTS := requirements/vllm31.txt
 $(VLLM_STAMP) $(VLLM31_STAMP):
@@ -75,11 +76,12 @@ $(VLLM_STAMP) $(VLLM31_STAMP):
 		echo "making $(@D): about 2 GB to fetch the first time"; \
 		$(UV) venv --quiet --allow-existing --python $(PYTHON) $(@D); \
 		$(UV) pip sync --quiet --python $(@D)/bin/python --compile-bytecode \
-			--require-hashes $(REQUIREMENTS))
+			--require-hashes $(REQUIREMENTS); \
+		rm -f $(@D)/.kvcellar-*)
 
 # kvcellar goes into the engines' environments as a user adds it: as a wheel.
-.venv-vllm/.kvcellar-$(WHEEL_HASH): $(VENV_STAMP) $(VLLM_STAMP)
-.venv-vllm31/.kvcellar-$(WHEEL_HASH): $(VENV_STAMP) $(VLLM31_STAMP)
+.venv-vllm/.kvcellar-$(WHEEL_HASH): $(VLLM_STAMP) | $(VENV_STAMP)
+.venv-vllm31/.kvcellar-$(WHEEL_HASH): $(VLLM31_STAMP) | $(VENV_STAMP)
 .venv-vllm/.kvcellar-$(WHEEL_HASH) .venv-vllm31/.kvcellar-$(WHEEL_HASH):
 	$(call once,$(@D),$@,.kvcellar-, \
 		folder="$$(mktemp -d)"; \
