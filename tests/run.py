@@ -91,7 +91,7 @@ class Tally:
                     self.refused_skips.append(f"{step_name}: {test} - {reason}")
 
 
-def test_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     """This process's environment without kvcellar's settings: a test brings its own."""
     return {name: value for name, value in os.environ.items() if not name.startswith("KVCELLAR_")}
 
@@ -109,7 +109,7 @@ def run_suite(suite: Suite, marks: str, tally: Tally) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
         argv = [str(python), "-m", "pytest", suite.folder, "-m", marks, f"--junitxml={report}"]
-        status = subprocess.run(argv, cwd=ROOT, env=test_environment(), check=False).returncode
+        status = subprocess.run(argv, cwd=ROOT, env=clean_environment(), check=False).returncode
         if status == PYTEST_NOTHING_COLLECTED:
             tally.left_out.append(f"{suite.name} - no test matches: {marks}")
             return
@@ -126,7 +126,7 @@ def run_command(command: Command, tally: Tally) -> None:
     argv = (str(ROOT / command.argv[0]), *command.argv[1:])
     try:
         status = subprocess.run(
-            argv, cwd=ROOT, env=test_environment(), timeout=command.timeout_s, check=False
+            argv, cwd=ROOT, env=clean_environment(), timeout=command.timeout_s, check=False
         ).returncode
     except subprocess.TimeoutExpired:
         print(f"{command.name}: not done after {command.timeout_s:.0f} s", flush=True)

@@ -1,11 +1,13 @@
 """Every import contract breaks when its rule is broken, so a green lint means something.
 
-Each case plants one import in a copy of the two packages, writes the modules that
-the import needs where they do not exist yet, and runs that one contract.
+All bad imports are planted in one copy of the two packages, together with the modules
+that they need and that do not exist yet. The checker runs once over that copy, and each
+case looks for its import in the report of its contract.
 """
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,12 +48,16 @@ BAD_IMPORTS = [
 ]
 
 
-def contract_names() -> set[str]:
-    """The identifiers of all contracts in the configuration."""
+def contract_titles() -> dict[str, str]:
+    """The title of each contract by its identifier, in the order of the configuration."""
     config = configparser.ConfigParser()
     config.read(ROOT / ".importlinter")
     prefix = "importlinter:contract:"
-    return {name.removeprefix(prefix) for name in config.sections() if name.startswith(prefix)}
+    return {
+        section.removeprefix(prefix): config[section]["name"]
+        for section in config.sections()
+        if section.startswith(prefix)
+    }
 
 
 def module_file(tree: Path, module: str) -> Path:
@@ -77,42 +83,43 @@ def plant(tree: Path, module: str, line: str) -> None:
         file.write(f"\n{line}\n")
 
 
-def check(tree: Path, contract: str) -> subprocess.CompletedProcess[str]:
-    """Run one contract over the packages in ``tree``."""
-    lint_imports = Path(sys.executable).with_name("lint-imports")
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the checker says of each broken contract, by the contract's title."""
+    tree = tmp_path_factory.mktemp("tree")
+    for package, folder in FOLDERS.items():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder / package, tree / folder / package, ignore=ignored)
+    shutil.copy(ROOT / ".importlinter", tree)
+    for _, module, line in BAD_IMPORTS:
+        plant(tree, module, line)
+
     path = os.pathsep.join(str(tree / folder) for folder in FOLDERS.values())
-    return subprocess.run(
-        [lint_imports, "--no-cache", "--no-logo", "--contract", contract, tree / ".importlinter"],
+    result = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"],
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A copy of both packages and the contracts."""
-    for package, folder in FOLDERS.items():
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / folder / package, tmp_path / folder / package, ignore=ignored)
-    shutil.copy(ROOT / ".importlinter", tmp_path)
-    return tmp_path
+    assert result.returncode == 1, result.stdout + result.stderr
+    _, _, broken = result.stdout.partition("\nBroken contracts\n")
+    title_above_rule = re.compile(r"^(.+)\n-+\n", re.MULTILINE)
+    _, *parts = title_above_rule.split(broken)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def test_every_contract_has_a_bad_import_here() -> None:
-    assert {contract for contract, _, _ in BAD_IMPORTS} == contract_names()
+    assert {contract for contract, _, _ in BAD_IMPORTS} == set(contract_titles())
 
 
 @pytest.mark.parametrize(("contract", "module", "line"), BAD_IMPORTS)
 def test_a_bad_import_breaks_its_contract(
-    tree: Path, contract: str, module: str, line: str
+    reports: dict[str, str], contract: str, module: str, line: str
 ) -> None:
-    plant(tree, module, line)
+    title = contract_titles()[contract]
+    root = line.split()[1].partition(".")[0]
+    imported = line.split()[1] if root in FOLDERS else root
 
-    result = check(tree, contract)
-
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"{module} -> " in result.stdout
-    assert "0 kept, 1 broken" in result.stdout
+    assert f"{module} -> {imported} (" in reports.get(title, f"{title}: kept")
