@@ -1,0 +1,321 @@
+"""The directory of regions: names, the big lock, and opening files without being led astray.
+
+Every container of the pod can write to the tmpfs, so nothing is followed: files are opened relative
+to the directory's descriptor, never through a link, and have to be regular with exactly one name.
+The directory itself is never renamed or removed, so its descriptor is a lock that all share.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcellar.contract import EngineId, Owner
+from kvcellar.errors import ConfigurationError, NotReady, RegionMismatch
+from kvcellar.region import syscalls
+
+logger = logging.getLogger(__name__)
+
+_LOCK_PAUSE_S = 0.002
+_MODES = {Owner.SIDECAR: 0o2750, Owner.ENGINE: 0o2770}
+"""Engines read the directory and write the files; they create nothing unless they own the region."""
+
+_META = re.compile(r"(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.meta")
+_DATA = re.compile(
+    r"(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>data|index)"
+)
+_TEMPORARY = re.compile(
+    r"\.new\.(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.(?P<nonce>[0-9a-f]{16})"
+)
+
+
+def meta_name(engine_id: EngineId) -> str:
+    """Name of the metadata page."""
+    return f"{engine_id}.meta"
+
+
+def data_name(engine_id: EngineId, nonce: str) -> str:
+    """Name of the data file."""
+    return f"{engine_id}.{nonce}.data"
+
+
+def index_name(engine_id: EngineId, nonce: str) -> str:
+    """Name of the index file: failure marks, and the journal."""
+    return f"{engine_id}.{nonce}.index"
+
+
+def temporary_name(engine_id: EngineId, nonce: str) -> str:
+    """Name of a metadata page that is not published yet; no engine id begins with a dot."""
+    return f".new.{engine_id}.{nonce}"
+
+
+def engine_of_meta(name: str) -> EngineId | None:
+    """The engine id of a metadata page's name, or None for any other name."""
+    match = _META.fullmatch(name)
+    return EngineId(match["id"]) if match else None
+
+
+def engine_of_part(name: str) -> EngineId | None:
+    """The engine id of a data, index or temporary file's name, or None for any other name."""
+    match = _DATA.fullmatch(name) or _TEMPORARY.fullmatch(name)
+    return EngineId(match["id"]) if match else None
+
+
+class RegionDirectory:
+    """An open directory of regions. Make one with `create` or `open`, end it with `close`."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        """Take over an open descriptor of the directory."""
+        self.fd = fd
+        self.path = path
+        self._thread_lock = threading.Lock()
+
+    @classmethod
+    def create(
+        cls, path: Path, *, owner: Owner = Owner.SIDECAR, any_filesystem: bool = False
+    ) -> "RegionDirectory":
+        """Open the directory for an owner of regions; make it if it is missing, and check it.
+
+        Args:
+            path: KVCELLAR_DIR; its parent is the mount of the memory-backed volume and has to exist.
+            owner: who will own regions in it; decides the mode.
+            any_filesystem: accept a file system that is neither tmpfs nor hugetlbfs, with a warning.
+
+        Raises:
+            ConfigurationError: it cannot hold regions; the message says why and what to do.
+        """
+        parent_fd = _open_parent(path)
+        try:
+            made = _make(path, parent_fd)
+            fd = _open_directory(path, parent_fd)
+            try:
+                _check_owner(path, fd)
+                _check_filesystem(path, fd, any_filesystem)
+                _set_mode(path, fd, parent_fd, _MODES[owner], made)
+                _check_writable(path, fd)
+            except ConfigurationError:
+                os.close(fd)
+                if made:
+                    os.rmdir(path.name, dir_fd=parent_fd)
+                raise
+        finally:
+            os.close(parent_fd)
+        return cls(fd, path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RegionDirectory":
+        """Open an existing directory, to attach or to look.
+
+        Raises:
+            FileNotFoundError: it is not there (yet).
+            ConfigurationError: it is a link, no directory, or may not be read.
+        """
+        parent_fd = _open_parent(path)
+        try:
+            return cls(_open_directory(path, parent_fd), path)
+        finally:
+            os.close(parent_fd)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    @contextmanager
+    def lock(self, timeout_s: float = 10.0) -> Iterator[None]:
+        """Hold the big lock. Under it only non-blocking work: never reserve, sleep or pin.
+
+        Raises:
+            NotReady: another process held it until the deadline.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._thread_lock.acquire(timeout=timeout_s):
+            raise NotReady(self._lock_message(timeout_s))
+        try:
+            while not self._try_lock():
+                if time.monotonic() >= deadline:
+                    raise NotReady(self._lock_message(timeout_s))
+                time.sleep(_LOCK_PAUSE_S)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _lock_message(self, timeout_s: float) -> str:
+        return (
+            f"the lock of {self.path} was held by another process for {timeout_s:g} s: a process of "
+            "this pod is stopped or stuck in it; look for it with `fuser` and restart its container"
+        )
+
+    def names(self) -> list[str]:
+        """All names in the directory, sorted."""
+        return sorted(os.listdir(self.fd))
+
+    def open_file(self, name: str, flags: int = os.O_RDWR) -> int:
+        """Open an existing regular file of the directory on a description of its own.
+
+        Raises:
+            FileNotFoundError: there is no such name.
+            RegionMismatch: it is a link, a directory, a device, a FIFO, or has more than one name.
+            ConfigurationError: this process may not open it.
+        """
+        try:
+            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self.fd)
+        except FileNotFoundError:
+            raise
+        except PermissionError as error:
+            raise ConfigurationError(
+                f"{self.path / name} may not be opened by uid {os.geteuid()}: give both containers one group (fsGroup "
+                "or supplementalGroups of the pod) or one uid"
+            ) from error
+        except OSError as error:
+            raise RegionMismatch(self._odd_file(name, os.strerror(error.errno or 0))) from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            os.close(fd)
+            kind = (
+                "has more than one name" if stat.S_ISREG(status.st_mode) else "is no regular file"
+            )
+            raise RegionMismatch(self._odd_file(name, kind))
+        return fd
+
+    def _odd_file(self, name: str, why: str) -> str:
+        return (
+            f"{self.path / name} {why}: kvcellar did not make it so and leaves it alone; remove it, and look for who "
+            "writes to this volume"
+        )
+
+    def create_file(self, name: str) -> int:
+        """Make a file that must not exist yet, mode 0660 whatever the umask.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o660, dir_fd=self.fd)
+        os.fchmod(fd, 0o660)
+        return fd
+
+    def identity(self, name: str) -> tuple[int, int] | None:
+        """(device, inode) that a name leads to now, without following a link; None if it is gone."""
+        try:
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def unlink_if(self, name: str, identity: tuple[int, int]) -> bool:
+        """Remove a name if it still leads to this very file. Call it under the lock."""
+        if self.identity(name) != identity:
+            return False
+        os.unlink(name, dir_fd=self.fd)
+        return True
+
+
+def _open_parent(path: Path) -> int:
+    if path.name in ("", "..", "."):
+        raise ConfigurationError(
+            f"directory {str(path)!r} has no name of its own: set KVCELLAR_DIR to <volume>/kvcellar"
+        )
+    try:
+        return os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path.parent} cannot be opened ({error}): KVCELLAR_ROOT has to be the mount of the "
+            "pod's memory-backed volume"
+        ) from error
+
+
+def _make(path: Path, parent_fd: int) -> bool:
+    try:
+        os.mkdir(path.name, 0o700, dir_fd=parent_fd)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be made ({error.strerror}): mount a memory-backed volume at {path.parent} that uid "
+            f"{os.geteuid()} may write to"
+        ) from error
+    return True
+
+
+def _open_directory(path: Path, parent_fd: int) -> int:
+    try:
+        return os.open(
+            path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd
+        )
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        what = (
+            "is a link or no directory"
+            if error.errno in (errno.ELOOP, errno.ENOTDIR)
+            else str(error.strerror)
+        )
+        raise ConfigurationError(
+            f"{path} {what}: kvcellar follows no link; set KVCELLAR_DIR to a directory that only this pod uses"
+        ) from error
+
+
+def _check_owner(path: Path, fd: int) -> None:
+    uid = os.fstat(fd).st_uid
+    if uid != os.geteuid():
+        raise ConfigurationError(
+            f"{path} belongs to uid {uid}, this process runs as uid {os.geteuid()}: run the sidecar under the uid that "
+            "made it, or set KVCELLAR_DIR to another directory"
+        )
+
+
+def _check_filesystem(path: Path, fd: int, any_filesystem: bool) -> None:
+    magic = syscalls.filesystem_magic(fd)
+    if magic in (syscalls.TMPFS_MAGIC, syscalls.HUGETLBFS_MAGIC):
+        return
+    if not any_filesystem:
+        raise ConfigurationError(
+            f"{path} is not on tmpfs (file system type {magic:#x}): KV blocks would be written to a disk; mount an "
+            "emptyDir with medium: Memory there, or ask for it with --any-filesystem"
+        )
+    logger.warning(
+        "%s is not on tmpfs (file system type %#x): KV blocks may be written to a disk", path, magic
+    )
+
+
+def _set_mode(path: Path, fd: int, parent_fd: int, mode: int, made: bool) -> None:
+    if made or stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+        os.fchmod(
+            fd, mode
+        )  # a plain mode without 02000 would drop setgid, and the files their group
+    status, parent = os.fstat(fd), os.fstat(parent_fd)
+    wanted = parent.st_gid if parent.st_mode & stat.S_ISGID else status.st_gid
+    if not status.st_mode & stat.S_ISGID or status.st_gid != wanted:
+        raise ConfigurationError(
+            f"{path} has group {status.st_gid} and mode {stat.S_IMODE(status.st_mode):o}, expected "
+            f"group {wanted} and mode {mode:o}: engines of that group could not open a region; put the sidecar "
+            "into the volume's group (fsGroup)"
+        )
+
+
+def _check_writable(path: Path, fd: int) -> None:
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=fd):
+        raise ConfigurationError(
+            f"{path} is not writable for uid {os.geteuid()}: mount the volume writable and give it to this uid or group"
+        )

@@ -1,0 +1,517 @@
+"""The owning side of a region: make it or adopt it, reserve, settle, watch, release.
+
+The owner is whoever holds the lock on the owner byte of the metadata page: the sidecar, or rank 0 of an
+engine that uses the library alone. It needs no shutdown: a killed owner leaves the region in its state,
+and the next owner goes on from there.
+
+States and who makes each move (`LEGAL_MOVES`; all are made by the owner):
+
+========== ================================================ ============================================
+state      meaning                                          next
+========== ================================================ ============================================
+Planned    nothing on disk yet                              Reserving (`acquire` accepted the plan)
+Reserving  names are published, pages are being promised    Reserved (`reserve`), Failed (`fail`)
+Reserved   every page is promised: engines may attach       Ready (`settle`), Failed, Released
+Ready      every page is zeroed and resident                Failed (file replaced or cut), Released
+Failed     no engine may attach; the reason says why        Reserving (`retry`, or the next owner), Released
+Released   the names are gone                               none
+========== ================================================ ============================================
+
+The order that keeps it safe: data and index exist before the page that names them is renamed into
+place, under the big lock; a live page is never renamed over or replaced, because its locks would stay
+on the old inode; names go in the order page, data, index. What a kill leaves in between is garbage that
+no page names (`region.survey`).
+
+The owner trusts only the capacity, nonce and inode in its own memory: any container of the pod can write
+to the page.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvcellar.contract import EngineId, HugePages, Mode, Owner, RegionState
+from kvcellar.errors import (
+    ConfigurationError,
+    DoesNotFit,
+    KVCellarError,
+    RegionHeld,
+    RegionMismatch,
+)
+from kvcellar.region import file, locks, metadata, metafile, syscalls
+from kvcellar.region.directory import (
+    RegionDirectory,
+    data_name,
+    index_name,
+    meta_name,
+    temporary_name,
+)
+from kvcellar.region.geometry import BLOCK_SIZE_ALIGNMENT, HUGE_PAGE_BYTES, round_down
+from kvcellar.region.index_file import index_bound_bytes
+from kvcellar.region.memory import TMPFS, Limit, plan
+from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SessionSection, SlotRow
+from kvcellar.region.promises import promised_bytes
+
+logger = logging.getLogger(__name__)
+
+LimitReader = Callable[[], list[Limit]]
+"""Reads the limits now; called again at each step, since neighbours grow meanwhile."""
+StopFlag = Callable[[], bool]
+"""True once the process wants to end: passes return early, and the region stays as it is."""
+
+LEGAL_MOVES: dict[RegionState, frozenset[RegionState]] = {
+    RegionState.PLANNED: frozenset({RegionState.RESERVING, RegionState.FAILED}),
+    RegionState.RESERVING: frozenset(
+        {RegionState.RESERVED, RegionState.FAILED, RegionState.RELEASED}
+    ),
+    RegionState.RESERVED: frozenset({RegionState.READY, RegionState.FAILED, RegionState.RELEASED}),
+    RegionState.READY: frozenset({RegionState.FAILED, RegionState.RELEASED}),
+    RegionState.FAILED: frozenset(
+        {RegionState.RESERVING, RegionState.FAILED, RegionState.RELEASED}
+    ),
+    RegionState.RELEASED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRequest:
+    """What an owner wants: one region of `capacity_bytes` (floored to 2 MiB) for one engine."""
+
+    engine_id: EngineId
+    capacity_bytes: int
+    mode: Mode = Mode.PLUGIN
+    huge_pages: HugePages = HugePages.AUTO
+    settle_threads: int = 1
+    page_bytes: int = BLOCK_SIZE_ALIGNMENT
+    kind: Owner = Owner.SIDECAR
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSnapshot:
+    """A region at one moment.
+
+    Attributes:
+        owner: the owner's own memory of it.
+        session: what the last engine start wrote; None before the first, or if it is damaged.
+        rows: (slot, row, held now) for every slot that was ever used.
+        held: slots whose lock is held now, also those without a readable row.
+        reserved_bytes: bytes that the file system has promised.
+        damage: what is wrong with the files, in one sentence; empty if nothing is.
+    """
+
+    owner: OwnerSection
+    session: SessionSection | None
+    rows: tuple[tuple[int, SlotRow, bool], ...]
+    held: tuple[int, ...]
+    reserved_bytes: int
+    damage: str
+
+
+class OwnedRegion:
+    """A region that this process owns. Make one with `acquire`; end it with `close` or `release`.
+
+    Calls come from one thread at a time, but for `snapshot` and `held`, which any thread may call.
+    """
+
+    def __init__(
+        self,
+        directory: RegionDirectory,
+        request: RegionRequest,
+        owner: OwnerSection,
+        fds: tuple[int, int],
+        adopted: bool,
+    ) -> None:
+        """Take over the open files of a region whose owner byte this process holds."""
+        self._directory = directory
+        self._request = request
+        self._owner = owner
+        self._meta_fd, self._data_fd = fds
+        self._meta_identity = _identity(self._meta_fd)
+        self._read_limits: LimitReader = list
+        self.adopted = adopted
+
+    # --- make or adopt (protocol steps 1 to 3) -----------------------------------------------------------
+
+    @classmethod
+    def acquire(
+        cls, directory: RegionDirectory, request: RegionRequest, read_limits: LimitReader
+    ) -> "OwnedRegion":
+        """Own the engine's region: adopt the one that is there, else plan and make one.
+
+        A held region is never re-made or removed: with another capacity than asked it is adopted as it is.
+        An unheld one of another capacity is replaced.
+
+        Raises:
+            DoesNotFit: a limit leaves too little; nothing was made.
+            RegionHeld: another process owns it.
+            MetadataDamaged: its metadata page cannot be read; nothing was touched.
+            RegionMismatch: a name of it leads to something that is not ours.
+            ConfigurationError: the capacity is below 2 MiB.
+        """
+        capacity = round_down(request.capacity_bytes, HUGE_PAGE_BYTES)
+        if capacity < HUGE_PAGE_BYTES:
+            raise ConfigurationError(
+                f"region {request.engine_id} was asked for with {request.capacity_bytes} bytes; a region has at least "
+                f"{HUGE_PAGE_BYTES} bytes (2 MiB): raise KVCELLAR_CAPACITY"
+            )
+        request = replace(request, capacity_bytes=capacity)
+        with directory.lock():
+            region = cls._adopt(directory, request) or cls._create(directory, request, read_limits)
+        region._read_limits = read_limits
+        return region
+
+    @classmethod
+    def _adopt(cls, directory: RegionDirectory, request: RegionRequest) -> "OwnedRegion | None":
+        name = meta_name(request.engine_id)
+        try:
+            meta_fd = directory.open_file(name)
+        except FileNotFoundError:
+            return None
+        try:
+            if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
+                raise RegionHeld(
+                    f"region {request.engine_id} in {directory.path} is owned by another living process: "
+                    "give this engine another id, or stop the other owner"
+                )
+            owner = metafile.read_owner(meta_fd)
+            data_fd = _open_data(directory, request.engine_id, owner)
+        except (KVCellarError, OSError):
+            os.close(meta_fd)
+            raise
+        if data_fd is not None and _still_wanted(data_fd, owner, request):
+            owner = replace(owner, settled_bytes=min(owner.settled_bytes, owner.capacity_bytes))
+            region = cls(directory, request, owner, (meta_fd, data_fd), adopted=True)
+            region.retry()
+            return region
+        directory.unlink_if(name, _identity(meta_fd))
+        if data_fd is not None:
+            directory.unlink_if(data_name(request.engine_id, owner.nonce), _identity(data_fd))
+            _unlink_quietly(directory, index_name(request.engine_id, owner.nonce))
+            os.close(data_fd)
+        os.close(meta_fd)
+        return None
+
+    @classmethod
+    def _create(
+        cls, directory: RegionDirectory, request: RegionRequest, read_limits: LimitReader
+    ) -> "OwnedRegion":
+        asked = request.capacity_bytes + index_bound_bytes(request.capacity_bytes)
+        decided = plan(asked, read_limits(), promised_bytes(directory))
+        if not decided.fits:
+            raise decided.refusal(request.engine_id)
+        nonce = secrets.token_hex(8)
+        engine_id = request.engine_id
+        names = [
+            data_name(engine_id, nonce),
+            index_name(engine_id, nonce),
+            temporary_name(engine_id, nonce),
+        ]
+        fds: list[int] = []
+        try:
+            fds += [directory.create_file(name) for name in names]
+            data_fd, index_fd, meta_fd = fds
+            os.ftruncate(data_fd, request.capacity_bytes)
+            device, inode = _identity(data_fd)
+            owner = OwnerSection(
+                RegionState.RESERVING,
+                "",
+                request.mode,
+                request.capacity_bytes,
+                request.page_bytes,
+                nonce,
+                device,
+                inode,
+                kind=request.kind,
+            )
+            os.pwrite(meta_fd, metafile.new_page(owner), 0)
+            if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
+                raise RegionHeld(
+                    f"the new metadata page of region {engine_id} was locked by somebody else"
+                )
+            _rename(directory, names[2], meta_name(engine_id))
+        except (OSError, KVCellarError) as error:
+            for name in names:
+                _unlink_quietly(directory, name)
+            for fd in fds:
+                os.close(fd)
+            raise _as_refusal(error, request) from error
+        os.close(index_fd)
+        return cls(directory, request, owner, (meta_fd, data_fd), adopted=False)
+
+    # --- reserve and settle (step 4) ---------------------------------------------------------------------
+
+    def reserve(self, should_stop: StopFlag) -> None:
+        """Promise every page, in steps; ends in state Reserved, or early if `should_stop` says so.
+
+        Blocks for seconds a GiB; call it from a thread of its own. A region that is already reserved
+        returns at once.
+
+        Raises:
+            DoesNotFit: memory vanished meanwhile. What this region took is given back; the state is
+                still Reserving, `fail` says so to everybody.
+        """
+        if self._owner.state is not RegionState.RESERVING:
+            return
+        began = time.monotonic()
+        maker = file.HugePageMaker(self._data_fd, self._request.huge_pages)
+        huge_before = self._owner.huge_page_bytes
+        spent_before = self._owner.reserve_seconds
+        capacity = self._owner.capacity_bytes
+        for offset in range(0, capacity, file.STEP_BYTES):
+            if should_stop():
+                return
+            length = min(file.STEP_BYTES, capacity - offset)
+            try:
+                self._check_limits(length)
+                maker.make(offset, length)
+                file.reserve_step(self._data_fd, offset, length)
+            except (OSError, DoesNotFit) as error:
+                file.free_all(self._data_fd, capacity)
+                self._publish(replace(self._owner, settled_bytes=0, huge_page_bytes=0))
+                raise _as_refusal(error, self._request) from error
+            huge = min(huge_before + maker.made_bytes, capacity)
+            spent = spent_before + time.monotonic() - began
+            self._publish(
+                replace(
+                    self._owner, huge_page_bytes=huge, settled_bytes=huge, reserve_seconds=spent
+                )
+            )
+        self._move(RegionState.RESERVED, "")
+
+    def settle(self, should_stop: StopFlag) -> None:
+        """Zero every page, in steps; ends in state Ready, or early if `should_stop` says so.
+
+        Engines may be attached and writing: data is never touched.
+
+        Raises:
+            RegionMismatch: the data file was cut short by somebody.
+        """
+        if self._owner.state is not RegionState.RESERVED:
+            return
+        began = time.monotonic()
+        spent_before = self._owner.settle_seconds
+        capacity = self._owner.capacity_bytes
+        for offset in range(0, capacity, file.STEP_BYTES):
+            if should_stop():
+                return
+            length = min(file.STEP_BYTES, capacity - offset)
+            if os.fstat(self._data_fd).st_size != capacity:
+                raise RegionMismatch(self._cut_message())
+            file.settle_step(self._data_fd, offset, length, self._request.settle_threads)
+            settled = max(self._owner.settled_bytes, offset + length)
+            spent = spent_before + time.monotonic() - began
+            self._publish(replace(self._owner, settled_bytes=settled, settle_seconds=spent))
+        self._move(RegionState.READY, "")
+
+    def fail(self, reason: str) -> None:
+        """Publish that no engine may attach, and why. Those attached go on."""
+        self._move(RegionState.FAILED, reason)
+
+    def retry(self) -> None:
+        """Leave state Failed, to run `reserve` again; not while somebody holds the failed region.
+
+        A held region failed because its file was cut or replaced: reserving it anew would hand zeros to
+        an engine that believes in its contents.
+        """
+        if self._owner.state is RegionState.FAILED and not self.held():
+            self._move(RegionState.RESERVING, "")
+
+    # --- look (any thread) -------------------------------------------------------------------------------
+
+    @property
+    def engine_id(self) -> EngineId:
+        """The engine that the region is for."""
+        return self._request.engine_id
+
+    @property
+    def owner(self) -> OwnerSection:
+        """What this owner promises, from its own memory."""
+        return self._owner
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the data file: what was asked for, floored to 2 MiB, or what was adopted."""
+        return self._owner.capacity_bytes
+
+    @property
+    def asked_bytes(self) -> int:
+        """What was asked for; another number than `capacity_bytes` means that a held region was adopted."""
+        return self._request.capacity_bytes
+
+    def reserved_bytes(self) -> int:
+        """Bytes that the file system has promised to the data file."""
+        return file.reserved_bytes(self._data_fd)
+
+    def held(self) -> bool:
+        """Whether any participant is attached now."""
+        return bool(locks.held_slots(self._data_fd, MAX_SLOTS))
+
+    def snapshot(self) -> RegionSnapshot:
+        """Read the region as it is now; never raises for what other processes wrote."""
+        held = tuple(locks.held_slots(self._data_fd, MAX_SLOTS))
+        damage = self._file_damage()
+        session: SessionSection | None = None
+        rows: dict[int, SlotRow] = {}
+        try:
+            contents = metafile.read_contents(self._meta_fd)
+            session, rows = contents.session, contents.rows
+            if contents.owner != self._owner:
+                damage = (
+                    damage
+                    or "the owner section of the metadata page was changed by another process"
+                )
+        except KVCellarError as error:
+            damage = damage or str(error)
+        return RegionSnapshot(
+            self._owner,
+            session,
+            tuple((slot, row, slot in held) for slot, row in sorted(rows.items())),
+            held,
+            self.reserved_bytes(),
+            damage,
+        )
+
+    def repair(self) -> None:
+        """Write the owner section again from memory, over whatever damaged it."""
+        header = metadata.pack_header()
+        if os.pread(self._meta_fd, len(header), 0) != header:
+            os.ftruncate(self._meta_fd, metadata.META_BYTES)
+            os.pwrite(self._meta_fd, header, 0)
+        metafile.write_owner(self._meta_fd, self._owner)
+
+    # --- end (step 7) ------------------------------------------------------------------------------------
+
+    def release(self) -> bool:
+        """Remove the region if nobody holds it; False, and nothing happens, if somebody does.
+
+        The page is opened again by name under the lock: a late clean-up of an old generation finds
+        another inode and leaves it alone.
+        """
+        with self._directory.lock():
+            if self.held():
+                return False
+            self._unlink()
+            self._owner = replace(self._owner, state=RegionState.RELEASED, reason="")
+        self.close()
+        return True
+
+    def remove_names(self) -> None:
+        """Remove the names whoever holds the region: its memory goes with the last holder.
+
+        Only for an engine that owns its region and could not start: the holders are its own ranks, which
+        leave as well.
+        """
+        with self._directory.lock():
+            self._unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Give the ownership up and keep the files: the next owner adopts them."""
+        for fd in (self._meta_fd, self._data_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._meta_fd = self._data_fd = -1
+
+    def _unlink(self) -> None:
+        """Page first, then data and index; each only if its name still leads to our own file."""
+        nonce = self._owner.nonce
+        if self._directory.unlink_if(meta_name(self.engine_id), self._meta_identity):
+            data = (self._owner.data_device, self._owner.data_inode)
+            self._directory.unlink_if(data_name(self.engine_id, nonce), data)
+            _unlink_quietly(self._directory, index_name(self.engine_id, nonce))
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _check_limits(self, step_bytes: int) -> None:
+        missing = self._owner.capacity_bytes - self.reserved_bytes()
+        step = min(step_bytes, max(missing, 0))
+        if step == 0:
+            return
+        decided = plan(step, self._read_limits())
+        if not decided.fits:
+            raise replace(decided, asked_bytes=self._owner.capacity_bytes).refusal(self.engine_id)
+
+    def _file_damage(self) -> str:
+        name = data_name(self.engine_id, self._owner.nonce)
+        if self._directory.identity(meta_name(self.engine_id)) != self._meta_identity:
+            return f"the metadata page of region {self.engine_id} was removed or replaced by another process"
+        if self._directory.identity(name) != (self._owner.data_device, self._owner.data_inode):
+            return f"the data file {name} was removed or replaced by another process"
+        if os.fstat(self._data_fd).st_size != self._owner.capacity_bytes:
+            return self._cut_message()
+        return ""
+
+    def _cut_message(self) -> str:
+        return (
+            f"the data file of region {self.engine_id} has {os.fstat(self._data_fd).st_size} bytes, it was made with "
+            f"{self._owner.capacity_bytes}: another process of this pod cut or grew it"
+        )
+
+    def _move(self, state: RegionState, reason: str) -> None:
+        if state not in LEGAL_MOVES[self._owner.state]:
+            raise RegionMismatch(
+                f"region {self.engine_id} cannot go from {self._owner.state} to {state}"
+            )
+        self._publish(replace(self._owner, state=state, reason=reason))
+        logger.info("region %s is %s%s", self.engine_id, state, f": {reason}" if reason else "")
+
+    def _publish(self, owner: OwnerSection) -> None:
+        metafile.write_owner(self._meta_fd, owner)
+        self._owner = owner
+
+
+def _rename(directory: RegionDirectory, old: str, new: str) -> None:
+    """Publish a new page under its name; never over a live one, whose locks would stay on the old inode."""
+    syscalls.rename_no_replace(directory.fd, old, new)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> int | None:
+    """The data file that the page names, or None if the name is gone or leads to another inode."""
+    name = data_name(engine_id, owner.nonce)
+    if directory.identity(name) != (owner.data_device, owner.data_inode):
+        return None
+    return directory.open_file(name)
+
+
+def _still_wanted(data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
+    """Adopt what is held, and what is whole and as asked."""
+    if locks.held_slots(data_fd, MAX_SLOTS):
+        return True
+    whole = os.fstat(data_fd).st_size == owner.capacity_bytes
+    same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
+    return whole and same
+
+
+def _unlink_quietly(directory: RegionDirectory, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory.fd)
+
+
+def _as_refusal(error: OSError | KVCellarError, request: RegionRequest) -> KVCellarError:
+    """What the kernel's answer means to the person who asked for the capacity."""
+    if isinstance(error, KVCellarError):
+        return error
+    limits = {errno.ENOSPC: TMPFS, errno.EBUSY: "memory cgroup", errno.ENOMEM: "node"}
+    name = limits.get(error.errno or 0)
+    if name is None:
+        return ConfigurationError(
+            f"region {request.engine_id} of {request.capacity_bytes} bytes cannot be made: {error.strerror}; check the "
+            "volume at KVCELLAR_DIR"
+        )
+    return DoesNotFit(
+        f"region {request.engine_id} needs {request.capacity_bytes} bytes, but the {name} limit was reached while "
+        "reserving it: memory that was free at the plan is in use now; lower KVCELLAR_CAPACITY or raise the limit",
+        asked_bytes=request.capacity_bytes,
+        free_bytes=0,
+        binding_limit=name,
+    )

@@ -1,0 +1,398 @@
+"""Attach an engine to its region: one call in every rank, one outcome for all of them.
+
+Rank 0 goes first and decides (new session, new generation); the others follow. Two collective calls
+keep the ranks together, and every rank makes both exactly once, failed or not:
+
+1. rank 0's verdict, so that a rank above 0 never waits for a session that will not come;
+2. every rank's outcome with what it sees (boot id, data file, geometry). Any failure detaches all.
+
+The scheduler process attaches after the workers (`attach_scheduler`) and turns offload on only if every
+rank's slot is held in its own session. With `Owner.ENGINE` rank 0 also makes the region, by the same code
+as the sidecar, and the scheduler removes its names once everybody holds it, so nothing can leak.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvcellar.contract import (
+    DEFAULT_ATTACH_TIMEOUT_S,
+    DEFAULT_ROOT,
+    DIRECTORY_NAME,
+    Direction,
+    EngineId,
+    Owner,
+    Role,
+    parse_engine_id,
+)
+from kvcellar.errors import ConfigurationError, KVCellarError, NotReady, RanksDisagree
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.region.mapping import Mapping
+from kvcellar.region.memory import read_limits
+from kvcellar.region.metadata import Counters
+from kvcellar.region.owner import OwnedRegion, RegionRequest
+from kvcellar.region.participants import (
+    GeometryOf,
+    JoinRequest,
+    Participant,
+    join_scheduler,
+    join_session,
+    open_session,
+)
+from kvcellar.region.survey import reclaim_dead_engines, reclaim_loose
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+
+Exchange = Callable[[object], list[object]]
+"""All-gather of one picklable object over the ranks of the engine; the result is in rank order."""
+
+
+def exchange_alone(mine: object) -> list[object]:
+    """The all-gather of an engine with one rank."""
+    return [mine]
+
+
+@dataclass(frozen=True, slots=True)
+class AttachOptions:
+    """How to attach; the defaults suit one process beside a sidecar.
+
+    Attributes:
+        directory: KVCELLAR_DIR.
+        session: 32 hexadecimal digits, the same in all processes of one engine start; a fresh one is
+            made for an engine of a single process.
+        layout: sharded, or replicated if the KV cache is the same on all ranks.
+        fingerprint: hexadecimal digits over everything that gives the bytes their meaning.
+        owner: who makes the region; with `ENGINE` rank 0 does, of `capacity_bytes`.
+        timeout_s: how long to wait without progress.
+        exchange: see `Exchange`; the default is for a single rank.
+    """
+
+    directory: Path = Path(DEFAULT_ROOT) / DIRECTORY_NAME
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    layout: Layout = Layout.SHARDED
+    fingerprint: str = ""
+    owner: Owner = Owner.SIDECAR
+    capacity_bytes: int | None = None
+    timeout_s: float = DEFAULT_ATTACH_TIMEOUT_S
+    exchange: Exchange = exchange_alone
+
+
+class Region:
+    """This rank's share of the region: mapped, addressable by chunk, counted. End it with `close`.
+
+    The mapping covers the rank's own range only: chunk `i` begins at
+    `base_address + i * geometry.chunk_stride_bytes`.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        mapping: Mapping | None,
+        rank: int,
+        owned: OwnedRegion | None,
+    ) -> None:
+        """Take over an attached participant; use `attach`."""
+        self._participant = participant
+        self._mapping = mapping
+        self._owned = owned
+        self._counters = Counters()
+        self.rank = rank
+
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry of the session, the same on all ranks."""
+        return self._participant.geometry
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of this rank; 0 if the region is too small for one."""
+        return self.geometry.num_chunks
+
+    @property
+    def base_address(self) -> int:
+        """Address of chunk 0 of this rank, a multiple of 2 MiB; 0 without chunks or after `close`."""
+        return self._mapping.address if self._mapping and self._mapping.length_bytes else 0
+
+    @property
+    def session(self) -> str:
+        """The session, 32 hexadecimal digits."""
+        return self._participant.session.session
+
+    @property
+    def generation(self) -> int:
+        """The generation of the contents."""
+        return self._participant.session.generation
+
+    def add_counters(self, direction: Direction, num_bytes: int, *, ok: bool) -> None:
+        """Count one finished transfer and publish it in this rank's row."""
+        now = self._counters
+        if direction is Direction.STORE:
+            self._counters = replace(
+                now,
+                store_bytes=now.store_bytes + (num_bytes if ok else 0),
+                stores_ok=now.stores_ok + ok,
+                stores_failed=now.stores_failed + (not ok),
+            )
+        else:
+            self._counters = replace(
+                now,
+                load_bytes=now.load_bytes + (num_bytes if ok else 0),
+                loads_ok=now.loads_ok + ok,
+                loads_failed=now.loads_failed + (not ok),
+            )
+        self._participant.report(self._counters)
+
+    def mark_failed_store(self, chunk: int) -> None:
+        """Tell the scheduler that the last store into `chunk` failed, before the store is reported done."""
+        self._participant.marks.mark(self.rank, chunk)
+
+    def set_pinned(self, is_pinned: bool) -> None:
+        """Publish whether this rank's range is registered with the device driver."""
+        self._participant.report(self._counters, pinned=is_pinned)
+
+    def close(self) -> None:
+        """Unmap, leave the slot, and end an owned region's ownership. Safe to call again."""
+        if self._mapping is not None:
+            self._mapping.close()
+        self._participant.close()
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
+
+
+class SchedulerHandle:
+    """The scheduler's place in the region: counts, failure marks, its row. End it with `close`."""
+
+    def __init__(self, participant: Participant) -> None:
+        """Take over an attached participant; use `attach_scheduler`."""
+        self._participant = participant
+
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry that rank 0 wrote."""
+        return self._participant.geometry
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the index may hand out."""
+        return self.geometry.num_chunks
+
+    def take_failed(self, chunks: list[int]) -> set[int]:
+        """Those of `chunks` whose last store failed on some rank; their marks are cleared."""
+        return self._participant.marks.take_failed(chunks)
+
+    def report(self, counters: Counters) -> None:
+        """Publish the scheduler's counters in its row."""
+        self._participant.report(counters)
+
+    def close(self) -> None:
+        """Leave the slot. Safe to call again."""
+        self._participant.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What one rank tells the others: its failure, or what it sees."""
+
+    rank: int
+    error: str = ""
+    seen: tuple[object, ...] = ()
+
+
+def attach(
+    engine_id: str,
+    chunk_bytes: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    options: AttachOptions | None = None,
+) -> Region:
+    """Attach this rank to its engine's region and map its share of it.
+
+    Blocks until the region is reserved (and made, with `Owner.ENGINE`), at most `options.timeout_s` without
+    progress. Every rank has to call it; it makes exactly two collective calls.
+
+    Args:
+        engine_id: names the region.
+        chunk_bytes: bytes of KV data in a chunk of one rank.
+        rank: this rank, in `[0, world_size)`.
+        world_size: ranks of the engine.
+        options: see `AttachOptions`.
+
+    Raises:
+        NotReady: no region in time, the region Failed, or another rank could not attach.
+        RanksDisagree: the ranks see different regions or geometries.
+        KVCellarError: other causes, see `region.participants`; this rank's own error wins over the others'.
+    """
+    options = options or AttachOptions()
+    request = JoinRequest(
+        parse_engine_id(engine_id),
+        options.session,
+        Role.WORKER,
+        rank,
+        world_size,
+        options.fingerprint,
+        options.timeout_s,
+    )
+
+    def geometry_of(capacity_bytes: int) -> Geometry:
+        return Geometry.compute(capacity_bytes, chunk_bytes, world_size, options.layout)
+
+    attempt = _Attempt(request, options)
+    attempt.run(lambda: attempt.open_session(geometry_of) if rank == 0 else None)
+    verdict = attempt.agree()[0]
+    attempt.run(lambda: attempt.enter(geometry_of, verdict))
+    outcomes = attempt.agree()
+    return attempt.finish(outcomes)
+
+
+class _Attempt:
+    """One rank's way into the region: runs steps, keeps the first error, undoes everything on failure."""
+
+    def __init__(self, request: JoinRequest, options: AttachOptions) -> None:
+        self._request = request
+        self._options = options
+        self._error: KVCellarError | None = None
+        self._directory: RegionDirectory | None = None
+        self._participant: Participant | None = None
+        self._mapping: Mapping | None = None
+        self._owned: OwnedRegion | None = None
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run a step unless an earlier one failed; keep its error for the exchange."""
+        if self._error is not None:
+            return
+        try:
+            step()
+        except KVCellarError as error:
+            self._error = error
+        except OSError as error:
+            self._error = NotReady(f"rank {self._request.rank} cannot attach: {error}")
+
+    def agree(self) -> list[_Outcome]:
+        """One collective call: tell the others how it went so far, and hear it from them."""
+        mine = _Outcome(self._request.rank, str(self._error) if self._error else "", self._seen())
+        try:
+            heard = self._options.exchange(mine)
+        except BaseException:
+            self._undo()
+            raise
+        return [outcome for outcome in heard if isinstance(outcome, _Outcome)]
+
+    def open_session(self, geometry_of: GeometryOf) -> None:
+        """Rank 0: make the region if the engine owns it, then begin the session."""
+        if self._options.owner is Owner.ENGINE:
+            self._make_region()
+        self._directory = self._directory or self._open_directory()
+        self._participant = open_session(self._directory, self._request, geometry_of)
+
+    def enter(self, geometry_of: GeometryOf, verdict: _Outcome) -> None:
+        """Other ranks: join the session. All ranks: map their own range."""
+        if verdict.error and self._request.rank != 0:
+            raise NotReady(f"rank 0 could not attach: {verdict.error}")
+        if self._participant is None:
+            self._directory = self._open_directory()
+            self._participant = join_session(self._directory, self._request, geometry_of)
+        geometry = self._participant.geometry
+        if geometry.num_chunks:
+            offset = geometry.rank_offset_bytes(self._request.rank)
+            self._mapping = Mapping.map_range(
+                self._participant.data_fd, offset, geometry.rank_bytes
+            )
+
+    def finish(self, outcomes: list[_Outcome]) -> Region:
+        """The region if all ranks are in and see the same; else detach and say why."""
+        failed = [outcome for outcome in outcomes if outcome.error]
+        if self._error is None and failed:
+            self._error = NotReady(f"rank {failed[0].rank} could not attach: {failed[0].error}")
+        if self._error is None and len({outcome.seen for outcome in outcomes}) > 1:
+            self._error = RanksDisagree(
+                "the ranks see different regions (boot id, device, inode, geometry): "
+                + "; ".join(f"rank {o.rank} {o.seen}" for o in outcomes)
+                + ": all ranks of an engine have to run in one pod with one volume"
+            )
+        if self._error is not None or self._participant is None:
+            self._undo()
+            raise self._error or NotReady(f"rank {self._request.rank} did not attach")
+        return Region(self._participant, self._mapping, self._request.rank, self._owned)
+
+    def _seen(self) -> tuple[object, ...]:
+        if self._participant is None:
+            return ()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return (boot_id, *self._participant.data_identity, self._participant.geometry)
+
+    def _open_directory(self) -> RegionDirectory:
+        deadline = time.monotonic() + self._options.timeout_s
+        while True:
+            try:
+                return RegionDirectory.open(self._options.directory)
+            except FileNotFoundError as error:
+                if time.monotonic() >= deadline:
+                    raise NotReady(
+                        f"there is no directory {self._options.directory} after "
+                        f"{self._options.timeout_s:g} s (KVCELLAR_ATTACH_TIMEOUT): no sidecar has made "
+                        "it; mount the same volume in both containers, and look at the sidecar's log"
+                    ) from error
+                time.sleep(_POLL_S)
+
+    def _make_region(self) -> None:
+        if self._options.capacity_bytes is None:
+            raise ConfigurationError(
+                "the engine owns its region (KVCELLAR_OWNER=engine), but no capacity was given: set cpu_bytes_to_use"
+            )
+        directory = RegionDirectory.create(self._options.directory, owner=Owner.ENGINE)
+        self._directory = directory
+        for engine_id in reclaim_dead_engines(directory):
+            logger.info("removed the region of engine %s, which is gone", engine_id)
+        reclaim_loose(directory)
+        request = RegionRequest(
+            self._request.engine_id, self._options.capacity_bytes, kind=Owner.ENGINE
+        )
+        self._owned = OwnedRegion.acquire(directory, request, lambda: read_limits(directory.fd))
+        self._owned.reserve(_never)
+        self._owned.settle(_never)
+
+    def _undo(self) -> None:
+        """Leave in reverse order; an owned region that was just made goes as well."""
+        if self._mapping is not None:
+            self._mapping.close()
+        if self._participant is not None:
+            self._participant.close()
+        if self._owned is not None:
+            self._owned.remove_names()
+        if self._directory is not None:
+            self._directory.close()
+
+
+def _never() -> bool:
+    return False
+
+
+def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions) -> SchedulerHandle:
+    """Attach the scheduler to the region that its own workers hold; does not wait.
+
+    With `Owner.ENGINE` the region's names are removed: every process that needs it has it open.
+
+    Raises:
+        NotReady: not every rank of this session holds a slot, so offload has to stay off.
+        KVCellarError: other causes, see `region.participants`.
+    """
+    identifier: EngineId = parse_engine_id(engine_id)
+    request = JoinRequest(identifier, options.session, Role.SCHEDULER, 0, world_size, timeout_s=0.0)
+    try:
+        directory = RegionDirectory.open(options.directory)
+    except FileNotFoundError as error:
+        raise NotReady(
+            f"there is no directory {options.directory}, so no region is attached"
+        ) from error
+    participant = join_scheduler(directory, request)
+    if options.owner is Owner.ENGINE and not participant.remove_names():
+        logger.warning("region %s was already renamed or removed by another process", identifier)
+    return SchedulerHandle(participant)
