@@ -4,91 +4,29 @@ The owner is whoever holds the lock on the owner byte of the metadata page: the 
 engine that uses the library alone. It needs no shutdown: a killed owner leaves the region in its state,
 and the next owner goes on from there.
 
-States and who makes each move (`LEGAL_MOVES`; all are made by the owner):
-
-========== ================================================ ============================================
-state      meaning                                          next
-========== ================================================ ============================================
-Planned    nothing on disk yet                              Reserving (`acquire` accepted the plan)
-Reserving  names are published, pages are being promised    Reserved (`reserve`), Failed (`fail`)
-Reserved   every page is promised: engines may attach       Ready (`settle`), Failed, Released
-Ready      every page is zeroed and resident                Failed (file replaced or cut), Released
-Failed     no engine may attach; the reason says why        Reserving (`retry`, or the next owner), Released
-Released   the names are gone                               none
-========== ================================================ ============================================
-
-The order that keeps it safe: data and index exist before the page that names them is renamed into
-place, under the big lock; a live page is never renamed over or replaced, because its locks would stay
-on the old inode; names go in the order page, data, index. What a kill leaves in between is garbage that
-no page names (`region.survey`).
-
 The owner trusts only the capacity, nonce and inode in its own memory: any container of the pod can write
 to the page.
 """
 
-import contextlib
-import errno
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvcellar.contract import EngineId, HugePages, Mode, Owner, RegionState
-from kvcellar.errors import (
-    ConfigurationError,
-    DoesNotFit,
-    KVCellarError,
-    RegionHeld,
-    RegionMismatch,
-)
-from kvcellar.region import file, locks, metadata, metafile, syscalls
-from kvcellar.region.directory import (
-    RegionDirectory,
-    data_name,
-    index_name,
-    meta_name,
-    temporary_name,
-)
-from kvcellar.region.geometry import BLOCK_SIZE_ALIGNMENT, HUGE_PAGE_BYTES, round_down
-from kvcellar.region.index_file import index_bound_bytes
-from kvcellar.region.memory import TMPFS, Limit, plan
+from kvcellar.contract import EngineId, RegionState
+from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionMismatch
+from kvcellar.region import file, locks, making, metadata, metafile
+from kvcellar.region.directory import RegionDirectory, data_name, meta_name
+from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
+from kvcellar.region.memory import plan
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SessionSection, SlotRow
-from kvcellar.region.promises import promised_bytes
+from kvcellar.region.states import LEGAL_MOVES, RegionRequest
 
 logger = logging.getLogger(__name__)
 
-LimitReader = Callable[[], list[Limit]]
-"""Reads the limits now; called again at each step, since neighbours grow meanwhile."""
 StopFlag = Callable[[], bool]
 """True once the process wants to end: passes return early, and the region stays as it is."""
-
-LEGAL_MOVES: dict[RegionState, frozenset[RegionState]] = {
-    RegionState.PLANNED: frozenset({RegionState.RESERVING, RegionState.FAILED}),
-    RegionState.RESERVING: frozenset(
-        {RegionState.RESERVED, RegionState.FAILED, RegionState.RELEASED}
-    ),
-    RegionState.RESERVED: frozenset({RegionState.READY, RegionState.FAILED, RegionState.RELEASED}),
-    RegionState.READY: frozenset({RegionState.FAILED, RegionState.RELEASED}),
-    RegionState.FAILED: frozenset(
-        {RegionState.RESERVING, RegionState.FAILED, RegionState.RELEASED}
-    ),
-    RegionState.RELEASED: frozenset(),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RegionRequest:
-    """What an owner wants: one region of `capacity_bytes` (floored to 2 MiB) for one engine."""
-
-    engine_id: EngineId
-    capacity_bytes: int
-    mode: Mode = Mode.PLUGIN
-    huge_pages: HugePages = HugePages.AUTO
-    settle_threads: int = 1
-    page_bytes: int = BLOCK_SIZE_ALIGNMENT
-    kind: Owner = Owner.SIDECAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +60,23 @@ class OwnedRegion:
         self,
         directory: RegionDirectory,
         request: RegionRequest,
-        owner: OwnerSection,
-        fds: tuple[int, int],
-        adopted: bool,
+        files: making.RegionFiles,
+        read_limits: making.LimitReader,
     ) -> None:
-        """Take over the open files of a region whose owner byte this process holds."""
+        """Take over the open files of a region; use `acquire`."""
         self._directory = directory
         self._request = request
-        self._owner = owner
-        self._meta_fd, self._data_fd = fds
-        self._meta_identity = _identity(self._meta_fd)
-        self._read_limits: LimitReader = list
-        self.adopted = adopted
+        self._owner = files.owner
+        self._meta_fd, self._data_fd = files.meta_fd, files.data_fd
+        self._meta_identity = making.identity(files.meta_fd)
+        self._read_limits = read_limits
+        self.is_adopted = files.is_adopted
 
     # --- make or adopt (protocol steps 1 to 3) -----------------------------------------------------------
 
     @classmethod
     def acquire(
-        cls, directory: RegionDirectory, request: RegionRequest, read_limits: LimitReader
+        cls, directory: RegionDirectory, request: RegionRequest, read_limits: making.LimitReader
     ) -> "OwnedRegion":
         """Own the engine's region: adopt the one that is there, else plan and make one.
 
@@ -161,87 +98,11 @@ class OwnedRegion:
             )
         request = replace(request, capacity_bytes=capacity)
         with directory.lock():
-            region = cls._adopt(directory, request) or cls._create(directory, request, read_limits)
-        region._read_limits = read_limits
+            files = making.adopt(directory, request)
+            files = files or making.create(directory, request, read_limits)
+        region = cls(directory, request, files, read_limits)
+        region.retry()
         return region
-
-    @classmethod
-    def _adopt(cls, directory: RegionDirectory, request: RegionRequest) -> "OwnedRegion | None":
-        name = meta_name(request.engine_id)
-        try:
-            meta_fd = directory.open_file(name)
-        except FileNotFoundError:
-            return None
-        try:
-            if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
-                raise RegionHeld(
-                    f"region {request.engine_id} in {directory.path} is owned by another living process: "
-                    "give this engine another id, or stop the other owner"
-                )
-            owner = metafile.read_owner(meta_fd)
-            data_fd = _open_data(directory, request.engine_id, owner)
-        except (KVCellarError, OSError):
-            os.close(meta_fd)
-            raise
-        if data_fd is not None and _still_wanted(data_fd, owner, request):
-            owner = replace(owner, settled_bytes=min(owner.settled_bytes, owner.capacity_bytes))
-            region = cls(directory, request, owner, (meta_fd, data_fd), adopted=True)
-            region.retry()
-            return region
-        directory.unlink_if(name, _identity(meta_fd))
-        if data_fd is not None:
-            directory.unlink_if(data_name(request.engine_id, owner.nonce), _identity(data_fd))
-            _unlink_quietly(directory, index_name(request.engine_id, owner.nonce))
-            os.close(data_fd)
-        os.close(meta_fd)
-        return None
-
-    @classmethod
-    def _create(
-        cls, directory: RegionDirectory, request: RegionRequest, read_limits: LimitReader
-    ) -> "OwnedRegion":
-        asked = request.capacity_bytes + index_bound_bytes(request.capacity_bytes)
-        decided = plan(asked, read_limits(), promised_bytes(directory))
-        if not decided.fits:
-            raise decided.refusal(request.engine_id)
-        nonce = secrets.token_hex(8)
-        engine_id = request.engine_id
-        names = [
-            data_name(engine_id, nonce),
-            index_name(engine_id, nonce),
-            temporary_name(engine_id, nonce),
-        ]
-        fds: list[int] = []
-        try:
-            fds += [directory.create_file(name) for name in names]
-            data_fd, index_fd, meta_fd = fds
-            os.ftruncate(data_fd, request.capacity_bytes)
-            device, inode = _identity(data_fd)
-            owner = OwnerSection(
-                RegionState.RESERVING,
-                "",
-                request.mode,
-                request.capacity_bytes,
-                request.page_bytes,
-                nonce,
-                device,
-                inode,
-                kind=request.kind,
-            )
-            os.pwrite(meta_fd, metafile.new_page(owner), 0)
-            if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
-                raise RegionHeld(
-                    f"the new metadata page of region {engine_id} was locked by somebody else"
-                )
-            _rename(directory, names[2], meta_name(engine_id))
-        except (OSError, KVCellarError) as error:
-            for name in names:
-                _unlink_quietly(directory, name)
-            for fd in fds:
-                os.close(fd)
-            raise _as_refusal(error, request) from error
-        os.close(index_fd)
-        return cls(directory, request, owner, (meta_fd, data_fd), adopted=False)
 
     # --- reserve and settle (step 4) ---------------------------------------------------------------------
 
@@ -273,7 +134,7 @@ class OwnedRegion:
             except (OSError, DoesNotFit) as error:
                 file.free_all(self._data_fd, capacity)
                 self._publish(replace(self._owner, settled_bytes=0, huge_page_bytes=0))
-                raise _as_refusal(error, self._request) from error
+                raise making.as_refusal(error, self._request) from error
             huge = min(huge_before + maker.made_bytes, capacity)
             spent = spent_before + time.monotonic() - began
             self._publish(
@@ -395,7 +256,7 @@ class OwnedRegion:
         with self._directory.lock():
             if self.held():
                 return False
-            self._unlink()
+            making.remove(self._directory, self.engine_id, self._owner, self._meta_identity)
             self._owner = replace(self._owner, state=RegionState.RELEASED, reason="")
         self.close()
         return True
@@ -407,7 +268,7 @@ class OwnedRegion:
         leave as well.
         """
         with self._directory.lock():
-            self._unlink()
+            making.remove(self._directory, self.engine_id, self._owner, self._meta_identity)
         self.close()
 
     def close(self) -> None:
@@ -416,14 +277,6 @@ class OwnedRegion:
             if fd >= 0:
                 os.close(fd)
         self._meta_fd = self._data_fd = -1
-
-    def _unlink(self) -> None:
-        """Page first, then data and index; each only if its name still leads to our own file."""
-        nonce = self._owner.nonce
-        if self._directory.unlink_if(meta_name(self.engine_id), self._meta_identity):
-            data = (self._owner.data_device, self._owner.data_inode)
-            self._directory.unlink_if(data_name(self.engine_id, nonce), data)
-            _unlink_quietly(self._directory, index_name(self.engine_id, nonce))
 
     # --- inside ------------------------------------------------------------------------------------------
 
@@ -463,55 +316,3 @@ class OwnedRegion:
     def _publish(self, owner: OwnerSection) -> None:
         metafile.write_owner(self._meta_fd, owner)
         self._owner = owner
-
-
-def _rename(directory: RegionDirectory, old: str, new: str) -> None:
-    """Publish a new page under its name; never over a live one, whose locks would stay on the old inode."""
-    syscalls.rename_no_replace(directory.fd, old, new)
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
-
-
-def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> int | None:
-    """The data file that the page names, or None if the name is gone or leads to another inode."""
-    name = data_name(engine_id, owner.nonce)
-    if directory.identity(name) != (owner.data_device, owner.data_inode):
-        return None
-    return directory.open_file(name)
-
-
-def _still_wanted(data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
-    """Adopt what is held, and what is whole and as asked."""
-    if locks.held_slots(data_fd, MAX_SLOTS):
-        return True
-    whole = os.fstat(data_fd).st_size == owner.capacity_bytes
-    same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
-    return whole and same
-
-
-def _unlink_quietly(directory: RegionDirectory, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory.fd)
-
-
-def _as_refusal(error: OSError | KVCellarError, request: RegionRequest) -> KVCellarError:
-    """What the kernel's answer means to the person who asked for the capacity."""
-    if isinstance(error, KVCellarError):
-        return error
-    limits = {errno.ENOSPC: TMPFS, errno.EBUSY: "memory cgroup", errno.ENOMEM: "node"}
-    name = limits.get(error.errno or 0)
-    if name is None:
-        return ConfigurationError(
-            f"region {request.engine_id} of {request.capacity_bytes} bytes cannot be made: {error.strerror}; check the "
-            "volume at KVCELLAR_DIR"
-        )
-    return DoesNotFit(
-        f"region {request.engine_id} needs {request.capacity_bytes} bytes, but the {name} limit was reached while "
-        "reserving it: memory that was free at the plan is in use now; lower KVCELLAR_CAPACITY or raise the limit",
-        asked_bytes=request.capacity_bytes,
-        free_bytes=0,
-        binding_limit=name,
-    )

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from kvcellar.contract import EngineId, Owner
 from kvcellar.errors import KVCellarError, RegionHeld
-from kvcellar.region import file, locks, metafile
+from kvcellar.region import file, locks, making, metafile
 from kvcellar.region.directory import (
     RegionDirectory,
     data_name,
@@ -120,13 +120,7 @@ def reclaim_unheld(directory: RegionDirectory, engine_id: EngineId) -> None:
             owner = metafile.read_owner(meta_fd)
             if _held(directory, data_name(engine_id, owner.nonce)):
                 raise RegionHeld(f"region {engine_id} is held by an engine: it was left alone")
-            status = os.fstat(meta_fd)
-            if not directory.unlink_if(name, (status.st_dev, status.st_ino)):
-                return
-            directory.unlink_if(
-                data_name(engine_id, owner.nonce), (owner.data_device, owner.data_inode)
-            )
-            _unlink_regular(directory, index_name(engine_id, owner.nonce))
+            making.remove(directory, engine_id, owner, making.identity(meta_fd))
         finally:
             os.close(meta_fd)
 

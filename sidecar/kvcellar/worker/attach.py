@@ -31,18 +31,19 @@ from kvcellar.contract import (
 from kvcellar.errors import ConfigurationError, KVCellarError, NotReady, RanksDisagree
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.region.joining import JoinRequest
 from kvcellar.region.mapping import Mapping
 from kvcellar.region.memory import read_limits
 from kvcellar.region.metadata import Counters
-from kvcellar.region.owner import OwnedRegion, RegionRequest
+from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.participants import (
     GeometryOf,
-    JoinRequest,
     Participant,
     join_scheduler,
     join_session,
     open_session,
 )
+from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import reclaim_dead_engines, reclaim_loose
 
 logger = logging.getLogger(__name__)

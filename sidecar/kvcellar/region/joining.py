@@ -1,0 +1,264 @@
+"""Coming into a region: the loop that waits, the rules of admission, and taking a slot.
+
+`join` is the one way in. Under the big lock it opens the page and the files that the page names, looks
+at the held slots, asks a rule of admission, and takes a free slot: so no two processes can take one
+slot, and nobody comes in between a look and a take.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcellar.contract import EngineId, RegionState, Role
+from kvcellar.errors import (
+    KVCellarError,
+    NoFreeSlot,
+    NotReady,
+    RankTaken,
+    RegionHeld,
+    RegionMismatch,
+)
+from kvcellar.region import file, locks, metafile
+from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SlotRow
+from kvcellar.region.metafile import MetaContents
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_REPORT_S = 10.0
+ATTACHABLE = frozenset({RegionState.RESERVED, RegionState.READY})
+"""States in which every page is promised, so that an engine may attach."""
+_RESTART = "restart the sidecar container, which makes the region anew once nobody holds it"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """Who wants to join.
+
+    Attributes:
+        session: 32 hexadecimal digits that all processes of one engine start share.
+        fingerprint: up to 64 hexadecimal digits over what gives the bytes their meaning.
+        timeout_s: how long to wait *without progress*: a region that goes on being reserved is waited for.
+    """
+
+    engine_id: EngineId
+    session: str
+    role: Role
+    rank: int
+    world_size: int
+    fingerprint: str = ""
+    timeout_s: float = 300.0
+
+
+class Place:
+    """Open descriptors and a held slot while a process joins, and afterwards inside `Participant`."""
+
+    def __init__(self, meta_fd: int, data_fd: int, index_fd: int) -> None:
+        self.meta_fd = meta_fd
+        self.data_fd = data_fd
+        self.index_fd = index_fd
+        self.slot = -1
+        self.row = SlotRow("0" * 32, Role.WORKER, 0, 0.0)
+
+    @classmethod
+    def open(
+        cls, directory: RegionDirectory, meta_fd: int, engine_id: EngineId, owner: OwnerSection
+    ) -> "Place":
+        """Open what the page names; the data file has to be the very one, whole."""
+        name = data_name(engine_id, owner.nonce)
+        try:
+            data_fd = directory.open_file(name)
+        except FileNotFoundError as error:
+            raise RegionMismatch(
+                f"the data file {name} of region {engine_id} is gone: {_RESTART}"
+            ) from error
+        place = cls(meta_fd, data_fd, -1)
+        status = os.fstat(data_fd)
+        found = (status.st_dev, status.st_ino, status.st_size)
+        if found != (owner.data_device, owner.data_inode, owner.capacity_bytes):
+            os.close(data_fd)
+            raise RegionMismatch(
+                f"the data file {name} is (device, inode, bytes) {found}, the sidecar made "
+                f"{(owner.data_device, owner.data_inode, owner.capacity_bytes)}: {_RESTART}"
+            )
+        try:
+            place.index_fd = directory.open_file(index_name(engine_id, owner.nonce))
+        except (KVCellarError, OSError):
+            os.close(data_fd)
+            raise
+        return place
+
+    def take(self, slot: int, row: SlotRow) -> None:
+        """Take a free slot and write its row. Call it under the big lock, which makes it free of races."""
+        if not locks.try_lock(self.data_fd, locks.SLOT_BASE + slot):
+            raise NoFreeSlot(
+                f"slot {slot} of the region was taken at the same moment: start the engine again"
+            )
+        self.slot, self.row = slot, row
+        metafile.write_slot(self.meta_fd, slot, row)
+
+    def close(self) -> None:
+        """Close, never unlock: in a forked child an unlock would free the parent's slot."""
+        for fd in (self.index_fd, self.data_fd, self.meta_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.meta_fd = self.data_fd = self.index_fd = -1
+
+
+# --- when a process may come in: a sentence why not yet, or an empty one ----------------------------------
+
+Admit = Callable[[JoinRequest, MetaContents, list[int]], str]
+
+
+def others_are_gone(request: JoinRequest, contents: MetaContents, held: list[int]) -> str:
+    """Rank 0 comes in once nobody of another engine start is left."""
+    strangers = [slot for slot in held if not _is_ours(contents, slot, request.session)]
+    if not strangers:
+        return ""
+    who = ", ".join(_describe(contents, slot) for slot in strangers)
+    return f"region {request.engine_id} is still held by another engine start ({who})"
+
+
+def session_is_ours(request: JoinRequest, contents: MetaContents, held: list[int]) -> str:
+    """A rank above 0 comes in once rank 0 has opened its session."""
+    if contents.session is not None and contents.session.session == request.session:
+        return ""
+    return f"rank 0 has not opened this engine start's session on region {request.engine_id}"
+
+
+def all_ranks_are_here(request: JoinRequest, contents: MetaContents, held: list[int]) -> str:
+    """The scheduler comes in only beside every rank of its own session."""
+    if missing := session_is_ours(request, contents, held):
+        return missing
+    here = ranks_here(contents, held, request.session)
+    if here == list(range(request.world_size)):
+        return ""
+    return f"of {request.world_size} ranks only {here} are attached to region {request.engine_id}"
+
+
+def ranks_here(contents: MetaContents, held: list[int], session: str) -> list[int]:
+    """Ranks, sorted, whose workers hold one of the `held` slots in `session`."""
+    rows = [contents.rows[slot] for slot in held if _is_ours(contents, slot, session)]
+    return sorted(row.rank for row in rows if row.role is Role.WORKER)
+
+
+def _is_ours(contents: MetaContents, slot: int, session: str) -> bool:
+    row = contents.rows.get(slot)
+    return row is not None and row.session == session
+
+
+def _describe(contents: MetaContents, slot: int) -> str:
+    row = contents.rows.get(slot)
+    return (
+        f"slot {slot}"
+        if row is None
+        else f"{row.role} {row.rank} since {time.ctime(row.since_unix_s)}"
+    )
+
+
+# --- the loop that all three share ------------------------------------------------------------------------
+
+
+def join(
+    directory: RegionDirectory, request: JoinRequest, admit: Admit
+) -> tuple[Place, MetaContents]:
+    """Try until admitted, failed, or no progress for `timeout_s`. Progress: reserved bytes or the reason change."""
+    began = last_progress = time.monotonic()
+    reported = began
+    seen: tuple[int, str] | None = None
+    while True:
+        outcome = _tryjoin(directory, request, admit)
+        if not isinstance(outcome, _Wait):
+            return outcome
+        now = time.monotonic()
+        if (outcome.reserved_bytes, outcome.why) != seen:
+            seen, last_progress = (outcome.reserved_bytes, outcome.why), now
+        if now - last_progress >= request.timeout_s:
+            waited = f"{outcome.why}; waited {now - began:.1f} s, {request.timeout_s:g} s of them without progress"
+            raise outcome.error(
+                f"{waited} (KVCELLAR_ATTACH_TIMEOUT): look at `kvcellar status` and the sidecar's log"
+            )
+        if now - reported >= _REPORT_S:
+            reported = now
+            logger.info(
+                "waiting to attach: %s (%d bytes reserved)", outcome.why, outcome.reserved_bytes
+            )
+        time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Not yet: why, the progress so far, and the error if it stays so."""
+
+    why: str
+    reserved_bytes: int = 0
+    error: type[KVCellarError] = NotReady
+
+
+def _tryjoin(
+    directory: RegionDirectory, request: JoinRequest, admit: Admit
+) -> "tuple[Place, MetaContents] | _Wait":
+    with directory.lock():
+        try:
+            meta_fd = directory.open_file(meta_name(request.engine_id))
+        except FileNotFoundError:
+            return _Wait(f"there is no region {request.engine_id} in {directory.path}")
+        place: Place | None = None
+        try:
+            contents = metafile.read_contents(meta_fd)
+            if waiting := _not_attachable(directory, request, contents.owner):
+                return waiting
+            place = Place.open(directory, meta_fd, request.engine_id, contents.owner)
+            held = locks.held_slots(place.data_fd, MAX_SLOTS)
+            if why := admit(request, contents, held):
+                return _Wait(why, error=RegionHeld if admit is others_are_gone else NotReady)
+            place.take(_free_slot(request, contents, held), _row(request))
+            joined, place = place, None
+            meta_fd = -1
+            return joined, contents
+        finally:
+            if place is not None:
+                place.close()
+            elif meta_fd >= 0:
+                os.close(meta_fd)
+
+
+def _not_attachable(
+    directory: RegionDirectory, request: JoinRequest, owner: OwnerSection
+) -> _Wait | None:
+    if owner.state in ATTACHABLE:
+        return None
+    if owner.state is RegionState.FAILED:
+        raise NotReady(f"region {request.engine_id} failed: {owner.reason}")
+    reserved = 0
+    try:
+        data_fd = directory.open_file(data_name(request.engine_id, owner.nonce), os.O_RDONLY)
+        reserved = file.reserved_bytes(data_fd)
+        os.close(data_fd)
+    except FileNotFoundError:
+        pass
+    return _Wait(f"region {request.engine_id} is {owner.state}", reserved)
+
+
+def _free_slot(request: JoinRequest, contents: MetaContents, held: list[int]) -> int:
+    for slot in held:
+        row = contents.rows.get(slot)
+        if row is not None and (row.role, row.rank) == (request.role, request.rank):
+            raise RankTaken(
+                f"{request.role} {request.rank} of region {request.engine_id} is held by a living process since "
+                f"{time.ctime(row.since_unix_s)}: two engines may not share an engine id"
+            )
+    free = next((slot for slot in range(MAX_SLOTS) if slot not in held), None)
+    if free is None:
+        raise NoFreeSlot(
+            f"{request.role} {request.rank} cannot attach to region {request.engine_id}: all {MAX_SLOTS} slots are "
+            f"held; an engine may have at most {MAX_SLOTS - 1} ranks"
+        )
+    return free
+
+
+def _row(request: JoinRequest) -> SlotRow:
+    return SlotRow(request.session, request.role, request.rank, time.time())

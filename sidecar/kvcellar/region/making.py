@@ -1,0 +1,197 @@
+"""Make the files of a region, or adopt those that are there (protocol steps 1 to 3).
+
+The order that keeps it safe: data and index exist before the page that names them is renamed into
+place, under the big lock; a live page is never renamed over or replaced, because its locks would stay
+on the old inode; names go in the order page, data, index. What a kill leaves in between is garbage that
+no page names (`region.survey`).
+
+All functions here are called under the big lock and do only non-blocking work.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvcellar.contract import EngineId, RegionState
+from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionHeld
+from kvcellar.region import locks, metafile, syscalls
+from kvcellar.region.directory import (
+    RegionDirectory,
+    data_name,
+    index_name,
+    meta_name,
+    temporary_name,
+)
+from kvcellar.region.index_file import index_bound_bytes
+from kvcellar.region.memory import TMPFS, Limit, plan
+from kvcellar.region.metadata import MAX_SLOTS, OwnerSection
+from kvcellar.region.promises import promised_bytes
+from kvcellar.region.states import RegionRequest
+
+LimitReader = Callable[[], list[Limit]]
+"""Reads the limits now; called again at each step, since neighbours grow meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFiles:
+    """The open files of a region whose owner byte this process holds."""
+
+    owner: OwnerSection
+    meta_fd: int
+    data_fd: int
+    is_adopted: bool
+
+
+def adopt(directory: RegionDirectory, request: RegionRequest) -> RegionFiles | None:
+    """Take over the engine's region if there is one; None if one has to be made.
+
+    A held region is adopted as it is. One whose data file is gone, cut or of another capacity is
+    removed if nobody holds it.
+
+    Raises:
+        RegionHeld: another process owns it.
+        MetadataDamaged: its page cannot be read; nothing was touched.
+        RegionMismatch: a name of it leads to something that is not ours.
+    """
+    name = meta_name(request.engine_id)
+    try:
+        meta_fd = directory.open_file(name)
+    except FileNotFoundError:
+        return None
+    data_fd: int | None = None
+    try:
+        if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
+            raise RegionHeld(
+                f"region {request.engine_id} in {directory.path} is owned by another living process: "
+                "give this engine another id, or stop the other owner"
+            )
+        owner = metafile.read_owner(meta_fd)
+        data_fd = _open_data(directory, request.engine_id, owner)
+        if data_fd is not None and _still_wanted(data_fd, owner, request):
+            owner = replace(owner, settled_bytes=min(owner.settled_bytes, owner.capacity_bytes))
+            files = RegionFiles(owner, meta_fd, data_fd, is_adopted=True)
+            meta_fd, data_fd = -1, None
+            return files
+        remove(directory, request.engine_id, owner, identity(meta_fd))
+    finally:
+        for fd in (meta_fd, data_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+    return None
+
+
+def create(
+    directory: RegionDirectory, request: RegionRequest, read_limits: LimitReader
+) -> RegionFiles:
+    """Plan a region and publish its files in state Reserving.
+
+    Raises:
+        DoesNotFit: a limit leaves too little; nothing was made.
+        ConfigurationError: the volume does not let files be made.
+    """
+    asked = request.capacity_bytes + index_bound_bytes(request.capacity_bytes)
+    decided = plan(asked, read_limits(), promised_bytes(directory))
+    if not decided.fits:
+        raise decided.refusal(request.engine_id)
+    engine_id, nonce = request.engine_id, secrets.token_hex(8)
+    temporary = temporary_name(engine_id, nonce)
+    made: dict[str, int] = {}
+    try:
+        for name in (data_name(engine_id, nonce), index_name(engine_id, nonce), temporary):
+            made[name] = directory.create_file(name)
+        data_fd, index_fd, meta_fd = made.values()
+        os.ftruncate(data_fd, request.capacity_bytes)
+        owner = _new_owner(request, nonce, data_fd)
+        os.pwrite(meta_fd, metafile.new_page(owner), 0)
+        if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
+            raise RegionHeld(
+                f"the new metadata page of region {engine_id} was locked by somebody else"
+            )
+        syscalls.rename_no_replace(directory.fd, temporary, meta_name(engine_id))
+    except (OSError, KVCellarError) as error:
+        for name, fd in made.items():
+            _unlink_quietly(directory, name)
+            os.close(fd)
+        raise as_refusal(error, request) from error
+    os.close(index_fd)
+    return RegionFiles(owner, meta_fd, data_fd, is_adopted=False)
+
+
+def remove(
+    directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection, meta: tuple[int, int]
+) -> None:
+    """Remove a region's names: page, data, index; each only if it still leads to the very file.
+
+    The caller has shown that nobody holds it. If the page's name leads to another inode, the region
+    belongs to a later generation and nothing is touched.
+    """
+    if directory.unlink_if(meta_name(engine_id), meta):
+        data = (owner.data_device, owner.data_inode)
+        directory.unlink_if(data_name(engine_id, owner.nonce), data)
+        _unlink_quietly(directory, index_name(engine_id, owner.nonce))
+
+
+def identity(fd: int) -> tuple[int, int]:
+    """(device, inode) of an open file."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _new_owner(request: RegionRequest, nonce: str, data_fd: int) -> OwnerSection:
+    device, inode = identity(data_fd)
+    return OwnerSection(
+        state=RegionState.RESERVING,
+        reason="",
+        mode=request.mode,
+        capacity_bytes=request.capacity_bytes,
+        page_bytes=request.page_bytes,
+        nonce=nonce,
+        data_device=device,
+        data_inode=inode,
+        kind=request.kind,
+    )
+
+
+def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> int | None:
+    """The data file that the page names, or None if the name is gone or leads to another inode."""
+    name = data_name(engine_id, owner.nonce)
+    if directory.identity(name) != (owner.data_device, owner.data_inode):
+        return None
+    return directory.open_file(name)
+
+
+def _still_wanted(data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
+    """Adopt what is held, and what is whole and as asked."""
+    if locks.held_slots(data_fd, MAX_SLOTS):
+        return True
+    whole = os.fstat(data_fd).st_size == owner.capacity_bytes
+    same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
+    return whole and same
+
+
+def _unlink_quietly(directory: RegionDirectory, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory.fd)
+
+
+def as_refusal(error: OSError | KVCellarError, request: RegionRequest) -> KVCellarError:
+    """What the kernel's answer means to the person who asked for the capacity."""
+    if isinstance(error, KVCellarError):
+        return error
+    limits = {errno.ENOSPC: TMPFS, errno.EBUSY: "memory cgroup", errno.ENOMEM: "node"}
+    name = limits.get(error.errno or 0)
+    if name is None:
+        return ConfigurationError(
+            f"region {request.engine_id} of {request.capacity_bytes} bytes cannot be made: {error.strerror}; check the "
+            "volume at KVCELLAR_DIR"
+        )
+    return DoesNotFit(
+        f"region {request.engine_id} needs {request.capacity_bytes} bytes, but the {name} limit was reached while "
+        "reserving it: memory that was free at the plan is in use now; lower KVCELLAR_CAPACITY or raise the limit",
+        asked_bytes=request.capacity_bytes,
+        free_bytes=0,
+        binding_limit=name,
+    )
