@@ -14,7 +14,7 @@ nothing is ever rounded to a power of two.
 This module must not know files, processes, torch or vLLM.
 """
 
-import mmap
+import resource
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,7 +24,7 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 """Alignment of a rank's range and of the capacity: the PMD huge page of x86-64 and arm64 with 4 KiB
 pages, so that a mapping of the range can use huge pages (docs/design.md, "Region format")."""
 
-BLOCK_SIZE_ALIGNMENT = mmap.PAGESIZE
+BLOCK_SIZE_ALIGNMENT = resource.getpagesize()
 """Alignment of a chunk in bytes: the page size of this machine. Scheduler and workers both round the
 bytes of a chunk up to it, so that they count the same number of chunks."""
 
