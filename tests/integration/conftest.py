@@ -1,0 +1,39 @@
+"""What integration tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.support.volumes import mount_tmpfs, unmount
+
+MIB = 2**20
+
+
+class MakeVolume(Protocol):
+    """Mounts another tmpfs, with a size and mount options such as `huge=always`; returns its path."""
+
+    def __call__(self, size_bytes: int, options: str = "") -> Path: ...
+
+
+@pytest.fixture
+def make_volume(tmp_path: Path) -> Iterator[MakeVolume]:
+    """Mounts tmpfs volumes of the test's own under `tmp_path`; all are gone after the test."""
+    mounted: list[Path] = []
+
+    def make(size_bytes: int, options: str = "") -> Path:
+        path = tmp_path / f"volume-{len(mounted)}"
+        mount_tmpfs(path, size_bytes, options)
+        mounted.append(path)
+        return path
+
+    yield make
+    for path in reversed(mounted):
+        unmount(path)
+
+
+@pytest.fixture
+def volume(make_volume: MakeVolume) -> Path:
+    """A tmpfs of 256 MiB of the test's own: what KVCELLAR_ROOT points at."""
+    return make_volume(256 * MIB)
