@@ -22,7 +22,7 @@ from kvcellar.errors import ConfigurationError
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 """Alignment of a rank's range and of the capacity: the PMD huge page of x86-64 and arm64 with 4 KiB
-pages, so that a mapping of the range can use huge pages (docs/design.md, "Region format")."""
+pages, so that a mapping of the range can use huge pages (docs/reference/region-format.md)."""
 
 BLOCK_SIZE_ALIGNMENT = resource.getpagesize()
 """Alignment of a chunk in bytes: the page size of this machine. Scheduler and workers both round the
