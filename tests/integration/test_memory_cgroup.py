@@ -26,7 +26,8 @@ ENTER = 'echo $$ > "$1/cgroup.procs"; shift; exec "$@"'
 PROGRAM = """
 import json, os, sys
 from dataclasses import asdict
-from kvcellar.region.memory import cgroup_limits, plan
+from kvcellar.region.cgroups import cgroup_limits
+from kvcellar.region.memory import plan
 
 def show():
     return {limit.name: asdict(limit) for limit in cgroup_limits()}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvcellar.contract import MAX_CAPACITY_BYTES
 from kvcellar.errors import DoesNotFit
-from kvcellar.region import memory
-from kvcellar.region.memory import Limit, cgroup_limits, node_limit, plan, read_limits
+from kvcellar.region import cgroups, memory
+from kvcellar.region.cgroups import Limit, cgroup_limits
+from kvcellar.region.memory import node_limit, plan, read_limits
 
 TREES = Path(__file__).parents[1] / "fakes" / "cgroup"
 MIB = 2**20
@@ -158,7 +159,7 @@ def test_a_file_that_vanished_skips_its_limit_only_and_is_logged_once(
     files.pop(missing)
     _write(tree, {f"sys/fs/cgroup/own/memory.{key}": text for key, text in files.items()})
     kept = [] if missing == "current" else [Limit("container:high", 50, 1)]
-    with caplog.at_level(logging.DEBUG, logger=memory.__name__):
+    with caplog.at_level(logging.DEBUG, logger=cgroups.__name__):
         assert cgroup_limits(tree) == [*kept, Limit("ancestor:/", 900, 1)]
         assert cgroup_limits(tree) == [*kept, Limit("ancestor:/", 900, 1)]
     lines = [line for line in caplog.messages if f"own/memory.{missing} reason=No such" in line]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from kvcellar.contract import EngineId, RegionState
 from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionHeld
 from kvcellar.region import locks, metafile, syscalls
+from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import (
     RegionDirectory,
     data_name,
@@ -26,7 +27,7 @@ from kvcellar.region.directory import (
     temporary_name,
 )
 from kvcellar.region.index_file import index_bound_bytes
-from kvcellar.region.memory import TMPFS, Limit, plan
+from kvcellar.region.memory import TMPFS, plan
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection
 from kvcellar.region.promises import promised_bytes
 from kvcellar.region.states import RegionRequest
