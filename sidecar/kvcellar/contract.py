@@ -83,7 +83,9 @@ ENV_NAMES = frozenset(
 )
 """Every variable that a process of kvcellar reads; another `KVCELLAR_*` stops the start by its name."""
 
-_IGNORED_ENV = re.compile(r"^KVCELLAR_(TEST_.*|.*SERVICE_HOST|.*SERVICE_PORT.*|.*PORT|.*PORT_.*)$")
+_IGNORED_ENV = re.compile(
+    r"KVCELLAR_(TEST_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT|SERVICE_PORT_.*|PORT|PORT_.*))"
+)
 
 
 def unknown_variables(names: "set[str] | frozenset[str]") -> list[str]:
@@ -96,7 +98,9 @@ def unknown_variables(names: "set[str] | frozenset[str]") -> list[str]:
     return sorted(
         name
         for name in names
-        if name.startswith(ENV_PREFIX) and name not in ENV_NAMES and not _IGNORED_ENV.match(name)
+        if name.startswith(ENV_PREFIX)
+        and name not in ENV_NAMES
+        and not _IGNORED_ENV.fullmatch(name)
     )
 
 
@@ -214,9 +218,8 @@ def parse_engine_id(text: str) -> EngineId:
         InvalidEngineId: with the text and the rule.
     """
     if not _ENGINE_ID.fullmatch(text):
-        shown = repr(text if len(text) <= 140 else text[:140] + "...")
         raise InvalidEngineId(
-            f"engine id {shown} ({len(text)} characters) cannot be used: an engine id is 1 to 128 characters of "
+            f"engine id {_shown(text)} ({len(text)} characters) cannot be used: an engine id is 1 to 128 characters of "
             "A-Z a-z 0-9 . _ - and does not begin with a dot; set KVCELLAR_ENGINE_ID to such a name"
         )
     return EngineId(text)
@@ -269,9 +272,13 @@ def parse_capacity(text: str) -> int:
     return int(value)
 
 
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 140 else text[:140] + "...")
+
+
 def _capacity_message(text: str, why: str) -> str:
     return (
-        f"capacity {text!r} cannot be used: {why}; give whole bytes below 2^63 or a Kubernetes quantity "
+        f"capacity {_shown(text)} cannot be used: {why}; give whole bytes below 2^63 or a Kubernetes quantity "
         "such as 200Gi, 1500M or 1Ti"
     )
 
