@@ -1,0 +1,427 @@
+"""From block ids and chunk ids to copy descriptors: arrays in, arrays out.
+
+**Where a block lies in a chunk.** A chunk holds `blocks_per_chunk` blocks of every tensor, *tensor
+by tensor*, so that neighbouring blocks of one tensor are neighbours on the host as well and can be
+copied as one piece (here 2 tensors, 3 blocks a chunk)::
+
+    | t0 b0 | t0 b1 | t0 b2 | t1 b0 | t1 b1 | t1 b2 | pad to the chunk stride |
+
+Tensor `t` begins at `blocks_per_chunk * (sum of the page bytes of the tensors before t)`. Pages are
+counted with their padding; only the bytes that a group uses are copied.
+
+**What vLLM hands over** (its `GPULoadStoreSpec`): block ids one group after the other,
+`group_sizes[g]` of group `g`; `block_indices[g]` is the place of the group's first block in its
+request, so `block_indices[g] % blocks_per_chunk` blocks of the group's first chunk are left out.
+Chunk ids come one group after the other too, as many as the group's blocks reach into.
+
+**Dropped blocks.** vLLM leaves null blocks (outside a sliding window, between states of a linear
+attention) out of a store without saying where they were; the rest would move up and land in the
+wrong place. A store is made of whole chunks and only its first block may begin inside one, so with
+`d` blocks dropped of a group, `skip + size + d` is a multiple of `blocks_per_chunk`. If `d` is at
+least `blocks_per_chunk` the group needs fewer chunks than were given; if it is less the blocks do
+not end on a chunk. Both are refused, so no dropped block passes. A group's need is never above what
+was given for it, so comparing the sums over all groups finds a difference in any. (A store of one
+block is exact wherever it lies; vLLM makes such stores of partial tails.) Loads drop nothing, and
+may end inside a chunk.
+
+Invariants: of one plan no two descriptors overlap on the destination, if the ids are distinct; a
+descriptor never crosses a tensor, nor a registered piece of host memory. This module must not know
+files, devices, torch or vLLM.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcellar.errors import ConfigurationError, TransferFailed
+
+Addresses = NDArray[np.uint64]
+"""Addresses or sizes in bytes, C contiguous, ready for a driver that takes raw pointers."""
+
+IdArray = NDArray[np.integer]
+"""Block or chunk ids of any integer type."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """A tensor of KV blocks on the device.
+
+    Attributes:
+        address: of its first byte.
+        num_blocks: blocks in it.
+        stride_bytes: distance of two blocks; more than `page_bytes` where layers are packed.
+        page_bytes: bytes of a block, padding included.
+    """
+
+    address: int
+    num_blocks: int
+    stride_bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """The part of a tensor's pages that a group uses: the first `used_bytes` of each."""
+
+    tensor_idx: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Where each tensor lies in a chunk. Make one with `compute`.
+
+    Attributes:
+        blocks_per_chunk: blocks of every tensor in a chunk.
+        page_bytes: bytes of a block, of each tensor.
+        offsets_bytes: first byte of each tensor, from the start of the chunk.
+        chunk_bytes: bytes of a chunk.
+    """
+
+    blocks_per_chunk: int
+    page_bytes: tuple[int, ...]
+    offsets_bytes: tuple[int, ...]
+    chunk_bytes: int
+
+    @classmethod
+    def compute(cls, page_bytes: Sequence[int], blocks_per_chunk: int) -> "ChunkLayout":
+        """Lay out tensors of `page_bytes` one after the other.
+
+        Raises:
+            ConfigurationError: less than one block a chunk, or a page below one byte.
+        """
+        if blocks_per_chunk < 1 or any(page < 1 for page in page_bytes):
+            raise ConfigurationError(
+                f"a chunk of {blocks_per_chunk} blocks with pages of {list(page_bytes)} bytes was "
+                "asked for; a chunk has one block or more and a page one byte or more: check the "
+                "block size of the offload configuration"
+            )
+        spans = [page * blocks_per_chunk for page in page_bytes]
+        offsets = tuple(sum(spans[:idx]) for idx in range(len(spans)))
+        return cls(blocks_per_chunk, tuple(page_bytes), offsets, sum(spans))
+
+
+@dataclass(frozen=True, slots=True)
+class HostChunks:
+    """The host memory that chunks lie in.
+
+    Attributes:
+        address: of chunk 0.
+        stride_bytes: distance of two chunks.
+        num_chunks: a chunk id is in `[0, num_chunks)`.
+        chunks_per_piece: chunks of one registration with the driver, which no copy may cross; 0 if
+            all memory is one piece.
+    """
+
+    address: int
+    stride_bytes: int
+    num_chunks: int
+    chunks_per_piece: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """What a caller asks to be copied, in either direction; the module docstring says how it reads.
+
+    Attributes:
+        block_ids: blocks on the device, one group after the other.
+        group_sizes: how many of them belong to each group.
+        block_indices: place of each group's first block in its request, in blocks.
+        chunk_ids: chunks on the host, one group after the other.
+    """
+
+    block_ids: IdArray
+    group_sizes: Sequence[int]
+    block_indices: Sequence[int]
+    chunk_ids: IdArray
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Copies between device and host: three arrays of the same length, one entry a descriptor.
+
+    Attributes:
+        device: addresses on the device.
+        host: addresses on the host.
+        sizes: bytes of each.
+        total_bytes: their sum.
+    """
+
+    device: Addresses
+    host: Addresses
+    sizes: Addresses
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The tensors of a group that share stride, page and used bytes: one broadcast serves them all."""
+
+    device_bases: Addresses  # (n_tensors, 1)
+    host_bases: Addresses  # (n_tensors, 1): address of the tensor in chunk 0
+    stride_bytes: int
+    page_bytes: int
+    used_bytes: int
+
+    @property
+    def has_no_gaps(self) -> bool:
+        """Whether blocks that are neighbours by number are neighbours in memory, on both sides."""
+        return self.stride_bytes == self.page_bytes == self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Places to copy, the same for all tensors of a group: one entry a block, or a run of blocks."""
+
+    blocks: NDArray[np.int64]
+    chunk_offsets: NDArray[np.int64]
+    slots: NDArray[np.int64] | int
+    lengths: NDArray[np.int64] | int
+
+
+class Planner:
+    """Makes copy plans for one set of tensors and one piece of host memory.
+
+    Args:
+        tensors: all tensors, in the order in which a chunk holds them.
+        groups: what each KV cache group uses; a tensor may be used by several groups.
+        layout: of a chunk.
+        host: where the chunks are.
+
+    Raises:
+        ConfigurationError: a reference to a tensor that is not there or to more than its page,
+            blocks that overlap, or chunks that do not fit their stride.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[DeviceTensor],
+        groups: Sequence[Sequence[TensorRef]],
+        layout: ChunkLayout,
+        host: HostChunks,
+    ) -> None:
+        _check_tensors(tensors, groups, layout, host)
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._host = host
+        self._shapes = [_shapes_of(tensors, refs, layout, host) for refs in groups]
+        self._num_blocks = [
+            min((tensors[ref.tensor_idx].num_blocks for ref in refs), default=0) for refs in groups
+        ]
+        # Only then is the last block of a chunk next to the first of the following one.
+        self._chunks_touch = len(tensors) == 1 and layout.chunk_bytes == host.stride_bytes
+
+    def store(self, transfer: BlockTransfer) -> CopyPlan:
+        """Descriptors that bring blocks into chunks.
+
+        Raises:
+            TransferFailed: an id out of range, or counts that do not agree: see the module.
+        """
+        skips = self._check(transfer)
+        for group, (size, skip) in enumerate(zip(transfer.group_sizes, skips, strict=True)):
+            if size > 1 and (skip + size) % self._blocks_per_chunk:
+                raise TransferFailed(
+                    f"a store of {size} blocks of group {group} that begins {skip} blocks into a chunk "
+                    f"of {self._blocks_per_chunk} does not end on a chunk, so null blocks were left "
+                    "out of it and the place of the others is not known; these chunks are not kept, "
+                    "and one block per chunk in the offload configuration avoids it"
+                )
+        return self._build(transfer, skips)
+
+    def load(self, transfer: BlockTransfer) -> CopyPlan:
+        """Descriptors that bring chunks back into blocks.
+
+        Raises:
+            TransferFailed: an id out of range, or counts that do not agree: see the module.
+        """
+        return self._build(transfer, self._check(transfer))
+
+    def _check(self, transfer: BlockTransfer) -> list[int]:
+        """Compare all counts; the blocks to leave out of each group's first chunk."""
+        n_groups = len(self._shapes)
+        sizes, indices = transfer.group_sizes, transfer.block_indices
+        if (
+            len(sizes) != n_groups
+            or len(indices) != n_groups
+            or min((*sizes, *indices), default=0) < 0
+        ):
+            raise TransferFailed(
+                f"a transfer with group sizes {list(sizes)} and first blocks {list(indices)} was asked "
+                f"for; this engine has {n_groups} KV cache groups and no count is negative"
+            )
+        skips = [index % self._blocks_per_chunk for index in indices]
+        needed = sum(
+            -(-(skip + size) // self._blocks_per_chunk)
+            for skip, size in zip(skips, sizes, strict=True)
+            if size
+        )
+        if sum(sizes) != len(transfer.block_ids) or needed != len(transfer.chunk_ids):
+            raise TransferFailed(
+                f"a transfer of {len(transfer.block_ids)} blocks and {len(transfer.chunk_ids)} chunks "
+                f"was asked for; group sizes {list(sizes)} and first blocks {list(indices)} make "
+                f"{sum(sizes)} blocks and {needed} chunks of {self._blocks_per_chunk}: null blocks "
+                "were left out, or the engine and kvcellar count chunks differently"
+            )
+        return skips
+
+    def _build(self, transfer: BlockTransfer, skips: Sequence[int]) -> CopyPlan:
+        blocks = np.asarray(transfer.block_ids, dtype=np.int64)
+        chunks = np.asarray(transfer.chunk_ids, dtype=np.int64)
+        _check_ids("chunk", chunks, self._host.num_chunks)
+        parts: list[CopyPlan] = []
+        for group, (size, skip) in enumerate(zip(transfer.group_sizes, skips, strict=True)):
+            if not size:
+                continue
+            n_chunks = -(-(skip + size) // self._blocks_per_chunk)
+            _check_ids("block", blocks[:size], self._num_blocks[group])
+            parts += self._build_group(group, blocks[:size], chunks[:n_chunks], skip)
+            blocks, chunks = blocks[size:], chunks[n_chunks:]
+        return _concatenate(parts)
+
+    def _build_group(
+        self, group: int, blocks: NDArray[np.int64], chunks: NDArray[np.int64], skip: int
+    ) -> Iterable[CopyPlan]:
+        single = self._places(blocks, chunks, skip)
+        runs = single
+        shapes = self._shapes[group]
+        can_merge = self._blocks_per_chunk > 1 or self._chunks_touch
+        if can_merge and any(shape.has_no_gaps for shape in shapes):
+            runs = self._merge(single)
+        for shape in shapes:
+            yield _broadcast(shape, runs if shape.has_no_gaps else single)
+
+    def _places(self, blocks: NDArray[np.int64], chunks: NDArray[np.int64], skip: int) -> _Places:
+        """One entry a block."""
+        if self._blocks_per_chunk == 1:
+            return _Places(blocks, chunks * self._host.stride_bytes, 0, 1)
+        chunk_idx, slots = np.divmod(
+            np.arange(skip, skip + len(blocks), dtype=np.int64), self._blocks_per_chunk
+        )
+        return _Places(blocks, (chunks * self._host.stride_bytes)[chunk_idx], slots, 1)
+
+    def _merge(self, places: _Places) -> _Places:
+        """One entry a run of blocks that are neighbours on both sides."""
+        blocks, offsets, slots = places.blocks, places.chunk_offsets, places.slots
+        # Inside a chunk slots only rise by one, so a slot above 0 continues the entry before it.
+        continues = np.zeros(len(blocks), dtype=bool) if isinstance(slots, int) else slots > 0
+        if self._chunks_touch:
+            is_next_chunk = offsets[1:] - offsets[:-1] == self._host.stride_bytes
+            if self._host.chunks_per_piece:
+                piece_bytes = self._host.chunks_per_piece * self._host.stride_bytes
+                is_next_chunk &= offsets[1:] % piece_bytes != 0
+            continues[1:] |= is_next_chunk
+        continues[0] = False
+        continues[1:] &= blocks[1:] - blocks[:-1] == 1
+        starts = np.flatnonzero(~continues)
+        if len(starts) == len(blocks):
+            return places
+        ends = np.empty_like(starts)
+        ends[:-1], ends[-1] = starts[1:], len(blocks)
+        return _Places(
+            blocks=blocks[starts],
+            chunk_offsets=offsets[starts],
+            slots=slots if isinstance(slots, int) else slots[starts],
+            lengths=ends - starts,
+        )
+
+
+def _broadcast(shape: _Shape, places: _Places) -> CopyPlan:
+    """Every place of every tensor: tensors by places, one addition a side."""
+    n_tensors, n_places = len(shape.device_bases), len(places.blocks)
+    device = shape.device_bases + (places.blocks * shape.stride_bytes).view(np.uint64)
+    host_offsets = places.chunk_offsets + places.slots * shape.page_bytes
+    host = shape.host_bases + host_offsets.view(np.uint64)
+    sizes = np.empty((n_tensors, n_places), dtype=np.uint64)
+    sizes[:] = places.lengths * shape.used_bytes
+    blocks = n_places if isinstance(places.lengths, int) else int(places.lengths.sum())
+    return CopyPlan(
+        device.ravel(), host.ravel(), sizes.ravel(), n_tensors * blocks * shape.used_bytes
+    )
+
+
+def _concatenate(parts: Sequence[CopyPlan]) -> CopyPlan:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        empty = np.empty(0, dtype=np.uint64)
+        return CopyPlan(empty, empty, empty, 0)
+    return CopyPlan(
+        device=np.concatenate([part.device for part in parts]),
+        host=np.concatenate([part.host for part in parts]),
+        sizes=np.concatenate([part.sizes for part in parts]),
+        total_bytes=sum(part.total_bytes for part in parts),
+    )
+
+
+def _shapes_of(
+    tensors: Sequence[DeviceTensor],
+    refs: Sequence[TensorRef],
+    layout: ChunkLayout,
+    host: HostChunks,
+) -> list[_Shape]:
+    """The tensors of a group by shape, in order; a tensor named twice is copied once."""
+    used: dict[int, int] = {}
+    for ref in refs:
+        used[ref.tensor_idx] = max(ref.used_bytes, used.get(ref.tensor_idx, 0))
+    by_shape: dict[tuple[int, int, int], list[int]] = {}
+    for idx, used_bytes in used.items():
+        key = (tensors[idx].stride_bytes, tensors[idx].page_bytes, used_bytes)
+        by_shape.setdefault(key, []).append(idx)
+    return [
+        _Shape(
+            device_bases=_column(tensors[idx].address for idx in members),
+            host_bases=_column(host.address + layout.offsets_bytes[idx] for idx in members),
+            stride_bytes=stride_bytes,
+            page_bytes=page_bytes,
+            used_bytes=used_bytes,
+        )
+        for (stride_bytes, page_bytes, used_bytes), members in by_shape.items()
+    ]
+
+
+def _column(addresses: Iterable[int]) -> Addresses:
+    return np.array(list(addresses), dtype=np.uint64)[:, np.newaxis]
+
+
+def _check_ids(what: str, ids: NDArray[np.int64], limit: int) -> None:
+    """Refuse ids outside `[0, limit)`: they would become addresses of somebody else's memory."""
+    # One pass instead of two: a negative number read as unsigned is above every limit.
+    if len(ids) and int(ids.view(np.uint64).max()) >= limit:
+        raise TransferFailed(
+            f"a transfer of {what}s {ids.min()} to {ids.max()} was asked for; there are {limit} "
+            f"{what}s, counted from 0: the scheduler and this worker see different geometries"
+        )
+
+
+def _check_tensors(
+    tensors: Sequence[DeviceTensor],
+    groups: Sequence[Sequence[TensorRef]],
+    layout: ChunkLayout,
+    host: HostChunks,
+) -> None:
+    if tuple(tensor.page_bytes for tensor in tensors) != layout.page_bytes:
+        raise ConfigurationError(
+            f"a chunk laid out for pages of {list(layout.page_bytes)} bytes was given for tensors "
+            f"with pages of {[tensor.page_bytes for tensor in tensors]}: compute it from the tensors"
+        )
+    if host.num_chunks and layout.chunk_bytes > host.stride_bytes:
+        raise ConfigurationError(
+            f"chunks of {layout.chunk_bytes} bytes were asked for, {host.stride_bytes} bytes apart; "
+            "they would overlap: scheduler and worker have to compute one geometry"
+        )
+    for idx, tensor in enumerate(tensors):
+        if tensor.num_blocks > 1 and tensor.stride_bytes < tensor.page_bytes:
+            raise ConfigurationError(
+                f"KV cache tensor {idx} has pages of {tensor.page_bytes} bytes that are "
+                f"{tensor.stride_bytes} bytes apart; its blocks overlap and cannot be offloaded"
+            )
+    for group, refs in enumerate(groups):
+        for ref in refs:
+            is_known = 0 <= ref.tensor_idx < len(tensors)
+            if not is_known or not 0 < ref.used_bytes <= layout.page_bytes[ref.tensor_idx]:
+                raise ConfigurationError(
+                    f"KV cache group {group} refers to {ref.used_bytes} bytes of tensor "
+                    f"{ref.tensor_idx}; there are {len(tensors)} tensors with pages of "
+                    f"{list(layout.page_bytes)} bytes: this layout is not supported"
+                )
