@@ -14,21 +14,24 @@ holds sections, each with **one writer**. All integers are little-endian::
     copy:     u32 crc32 of the rest, u32 zero, u64 sequence number, then the fields below, then zeros
 
 A writer fills the copy that the selector does not name and then stores the selector in one aligned
-8-byte write; a process killed at any instant leaves the old copy in force. A reader takes the copy
-that the selector names; if that copy or the selector is damaged, the other good copy (or the one with
-the higher sequence number) serves. A section that is all zeros was never written.
+8-byte write; a process killed at any instant leaves the old copy in force. The first write fills both
+copies, so that from then on one is always spare. A reader takes the copy that the selector names; if
+that copy or the selector is damaged, the other good copy (or the one with the higher sequence number)
+serves. A section with selector 0 and no good copy was never written. Third programs read the page by
+docs/reference/region-format.md.
 
 The page is written by every container of the group, so a reader trusts nothing in it: each value is
 checked when it is unpacked.
 """
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass, field, fields
 
-from kvcellar.contract import Mode, Owner, RegionState, Role
+from kvcellar.contract import MAX_CAPACITY_BYTES, Mode, Owner, RegionState, Role
 from kvcellar.errors import ConfigurationError, MetadataDamaged
-from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.region.geometry import HUGE_PAGE_BYTES, Geometry, Layout
 
 META_BYTES = 65536
 MAX_SLOTS = 64
@@ -50,11 +53,14 @@ _SESSION = struct.Struct("<16s32sQQB7xIIQQQQQ")
 _SLOT = struct.Struct("<16sBB6xId10Q")
 
 _STATES = tuple(RegionState)
+_UNPUBLISHED = frozenset({RegionState.PLANNED, RegionState.RELEASED})
+"""States without files, so none that a page could show."""
 _MODES = tuple(Mode)
 _OWNERS = tuple(Owner)
 _ROLES = tuple(Role)
 _LAYOUTS = tuple(Layout)
 _REASON_BYTES = 512
+_LAST_UNIX_S = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,10 @@ class SlotRow:
 
 @dataclass(frozen=True, slots=True)
 class ReadSection:
-    """A section as read: the fields' bytes, the copy and sequence in force, and whether a copy is bad."""
+    """A section as read: the fields' bytes, the copy and sequence in force.
+
+    `needs_repair`: a copy or the selector is bad; one more damage could cost the section.
+    """
 
     payload: bytes
     copy: int
@@ -213,12 +222,12 @@ def read_section(page: bytes, section: Section) -> ReadSection | None:
     Raises:
         MetadataDamaged: neither copy passes its check.
     """
-    if not any(page[section.offset : section.end]):
-        return None
     (selector,) = SELECTOR.unpack_from(page, section.offset)
     copies = [_read_copy(page, section, which) for which in (0, 1)]
     good = [which for which in (0, 1) if copies[which] is not None]
     if not good:
+        if selector == 0:  # stored last, so no write was ever finished
+            return None
         raise MetadataDamaged(
             f"both copies of the {section.name} section of the metadata page are damaged"
         )
@@ -228,7 +237,8 @@ def read_section(page: bytes, section: Section) -> ReadSection | None:
     if found is None:  # unreachable: `in_force` is one of the good ones
         raise MetadataDamaged(f"the {section.name} section of the metadata page is damaged")
     sequence, payload = found
-    return ReadSection(payload, in_force, sequence, needs_repair=in_force != chosen)
+    needs_repair = in_force != chosen or len(good) < 2
+    return ReadSection(payload, in_force, sequence, needs_repair)
 
 
 def _read_copy(page: bytes, section: Section, which: int) -> tuple[int, bytes] | None:
@@ -247,9 +257,14 @@ def _sequence(copy: tuple[int, bytes] | None) -> int:
 # --- payloads -----------------------------------------------------------------------------------------
 
 
+def fit_reason(reason: str) -> str:
+    """A reason as the page keeps it: at most 512 bytes of UTF-8, cut between characters."""
+    return reason.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore")
+
+
 def pack_owner(owner: OwnerSection) -> bytes:
-    """Fields of the owner section. A reason over 512 bytes of UTF-8 is cut."""
-    reason = owner.reason.encode()[:_REASON_BYTES]
+    """Fields of the owner section; the reason goes through `fit_reason`."""
+    reason = fit_reason(owner.reason).encode()
     return _OWNER.pack(
         _STATES.index(owner.state),
         _MODES.index(owner.mode),
@@ -279,18 +294,18 @@ def unpack_owner(payload: bytes) -> OwnerSection:
     reserve_s, settle_s, length, reason = fields_read[10:]
     try:
         return OwnerSection(
-            state=_STATES[state],
+            state=_published(_STATES[state]),
             reason=reason[: min(length, _REASON_BYTES)].decode(errors="replace"),
             mode=_MODES[mode],
-            capacity_bytes=capacity,
-            page_bytes=page,
+            capacity_bytes=_capacity(capacity),
+            page_bytes=_page_size(page),
             nonce=_hex(nonce.decode("ascii"), 16),
             data_device=device,
             data_inode=inode,
             settled_bytes=settled,
             huge_page_bytes=huge,
-            reserve_seconds=reserve_s,
-            settle_seconds=settle_s,
+            reserve_seconds=_seconds(reserve_s),
+            settle_seconds=_seconds(settle_s),
             kind=_OWNERS[kind],
         )
     except (IndexError, ValueError) as error:
@@ -362,14 +377,41 @@ def unpack_slot(payload: bytes) -> SlotRow:
         MetadataDamaged: a value outside its range.
     """
     session, role, pinned, rank, since, *counters = _SLOT.unpack_from(payload)
-    if role >= len(_ROLES):
+    try:
+        holder = _ROLES[role]
+        since_unix_s = _seconds(since)
+    except (IndexError, ValueError) as error:
         raise MetadataDamaged(
-            f"a participant's row of the metadata page names role {role}, which does not exist"
-        )
-    return SlotRow(session.hex(), _ROLES[role], rank, since, bool(pinned), Counters(*counters))
+            f"a participant's row of the metadata page holds an impossible value: {error}"
+        ) from error
+    return SlotRow(session.hex(), holder, rank, since_unix_s, bool(pinned), Counters(*counters))
 
 
 def _hex(text: str, digits: int) -> str:
     if len(text) != digits or any(c not in "0123456789abcdef" for c in text):
         raise ValueError(f"{text!r} is not {digits} hexadecimal digits")
     return text
+
+
+def _published(state: RegionState) -> RegionState:
+    if state in _UNPUBLISHED:
+        raise ValueError(f"state {state} of a region that has files")
+    return state
+
+
+def _capacity(size_bytes: int) -> int:
+    if size_bytes % HUGE_PAGE_BYTES or not 0 < size_bytes <= MAX_CAPACITY_BYTES:
+        raise ValueError(f"a capacity of {size_bytes} bytes")
+    return size_bytes
+
+
+def _page_size(size_bytes: int) -> int:
+    if size_bytes & (size_bytes - 1) or not 0 < size_bytes <= HUGE_PAGE_BYTES:
+        raise ValueError(f"pages of {size_bytes} bytes")
+    return size_bytes
+
+
+def _seconds(value: float) -> float:
+    if not math.isfinite(value) or not 0 <= value < _LAST_UNIX_S:
+        raise ValueError(f"a time of {value} s")
+    return value

@@ -55,17 +55,16 @@ def new_page(owner: OwnerSection) -> bytes:
     page[: len(header)] = header
     section = metadata.OWNER_AT
     page[section.offset : section.offset + 8] = metadata.SELECTOR.pack(metadata.SELECT_FIRST)
-    start = section.copy_offset(0)
-    page[start : start + section.copy_bytes] = metadata.pack_copy(
-        section, 1, metadata.pack_owner(owner)
-    )
+    copy = metadata.pack_copy(section, 1, metadata.pack_owner(owner))
+    page[section.copy_offset(0) : section.end] = copy + copy
     return bytes(page)
 
 
 def write_section(fd: int, section: Section, payload: bytes) -> None:
     """Replace a section: fill the idle copy, then flip the selector. Only the section's writer calls this.
 
-    A damaged section is repaired: whatever was there, the new copy is good and in force afterwards.
+    A section that was never written, or is damaged altogether, gets both copies: whatever was there, the
+    new value is in force afterwards, and a spare copy lies beside it.
     """
     here = Section(section.name, 0, section.copy_bytes)
     raw = os.pread(fd, here.end, section.offset).ljust(here.end, b"\0")
@@ -74,7 +73,10 @@ def write_section(fd: int, section: Section, payload: bytes) -> None:
     except MetadataDamaged:
         current = None
     idle, sequence = (0, 1) if current is None else (1 - current.copy, current.sequence + 1)
-    os.pwrite(fd, metadata.pack_copy(section, sequence, payload), section.copy_offset(idle))
+    copy = metadata.pack_copy(section, sequence, payload)
+    os.pwrite(fd, copy, section.copy_offset(idle))
+    if current is None:
+        os.pwrite(fd, copy, section.copy_offset(1 - idle))
     selector = metadata.SELECT_SECOND if idle else metadata.SELECT_FIRST
     os.pwrite(fd, metadata.SELECTOR.pack(selector), section.offset)
 
