@@ -14,7 +14,8 @@ The scheduler looks at the counts alone (one small read) as long as it has clear
 import os
 import struct
 
-from kvcellar.region.geometry import Geometry
+from kvcellar.errors import IndexMisuse
+from kvcellar.region.geometry import BLOCK_SIZE_ALIGNMENT, Geometry, round_up
 
 _MAGIC = b"KVCINDEX"
 _HEAD = struct.Struct("<8sIIQ")
@@ -28,8 +29,11 @@ _MIN_CHUNK_BYTES = 4096
 
 
 def index_bound_bytes(capacity_bytes: int) -> int:
-    """An upper bound of the index file for a region of that capacity, for the plan and the volume's size."""
-    return _MARKS_AT + capacity_bytes // _MIN_CHUNK_BYTES
+    """An upper bound of the index file for a region of that capacity, for the plan and the volume's size.
+
+    In whole pages, as a tmpfs counts them.
+    """
+    return round_up(_MARKS_AT + capacity_bytes // _MIN_CHUNK_BYTES, BLOCK_SIZE_ALIGNMENT)
 
 
 def format_index(fd: int, geometry: Geometry) -> None:
@@ -56,7 +60,11 @@ class FailureMarks:
         self._cleared = 0
 
     def mark(self, rank: int, chunk: int) -> None:
-        """Say that the last store of `rank` into `chunk` failed. Only the rank that writes this range."""
+        """Say that the last store of `rank` into `chunk` failed. Only the rank that writes this range.
+
+        Raises:
+            IndexMisuse: there is no such chunk.
+        """
         copy = self._geometry.range_index(rank)
         position = self._position(copy, chunk)
         if os.pread(self._fd, 1, position) == _BAD:
@@ -70,6 +78,9 @@ class FailureMarks:
         """Those of `chunks` that a rank marked; their marks are cleared. Only the scheduler.
 
         One small read while nothing failed; otherwise one read a range over the span of `chunks`.
+
+        Raises:
+            IndexMisuse: there is no such chunk.
         """
         copies = self._geometry.copies
         raw = os.pread(self._fd, copies * _COUNT.size, _COUNTS_AT)
@@ -82,7 +93,8 @@ class FailureMarks:
 
     def _take_from(self, copy: int, chunks: list[int]) -> set[int]:
         low, high = min(chunks), max(chunks)
-        marks = os.pread(self._fd, high - low + 1, self._position(copy, low))
+        first = self._position(copy, low)
+        marks = os.pread(self._fd, self._position(copy, high) - first + 1, first)
         marked = {chunk for chunk in chunks if marks[chunk - low : chunk - low + 1] == _BAD}
         for chunk in marked:
             os.pwrite(self._fd, _GOOD, self._position(copy, chunk))
@@ -90,4 +102,9 @@ class FailureMarks:
         return marked
 
     def _position(self, copy: int, chunk: int) -> int:
+        if not 0 <= chunk < self._geometry.num_chunks:
+            raise IndexMisuse(
+                f"the failure mark of chunk {chunk} was asked for; this region has "
+                f"{self._geometry.num_chunks} chunks a rank"
+            )
         return _MARKS_AT + copy * self._geometry.num_chunks + chunk
