@@ -388,6 +388,7 @@ def test_a_writer_killed_at_any_byte_leaves_the_old_value_or_the_new_one(
         metafile.write_slot(fd, 2, old)
     page = _page(fd)
     new = replace(ROW, rank=50)
+    is_done = False
     for budget in range(2 * at.copy_bytes + 9):
         os.pwrite(fd, page, 0)
         with monkeypatch.context() as patch:
