@@ -32,6 +32,7 @@ BAD_IMPORTS = [
     ("region", "kvcellar.region.geometry", "import kvcellar.region.file"),
     ("index", "kvcellar.index.policy", "import kvcellar.index.journal"),
     ("worker", "kvcellar.worker.plan", "import kvcellar.worker.copier"),
+    ("vllm", "kvcellar.vllm.manager", "import kvcellar.vllm.spec"),
     ("daemon", "kvcellar.daemon.config", "import kvcellar.daemon.app"),
     ("operator", "kvcellar_operator.inject", "import kvcellar_operator.cluster"),
     ("operator-uses", "kvcellar_operator.observe", "import kvcellar.region.file"),
