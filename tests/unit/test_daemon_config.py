@@ -7,7 +7,8 @@ import pytest
 
 from kvcellar import contract
 from kvcellar.contract import Contents, HugePages, Janitor, Mode, OnFailure, Owner, Pin
-from kvcellar.daemon.config import Retention, Settings, parse_duration_s
+from kvcellar.daemon.config import Settings
+from kvcellar.daemon.retention import Retention, parse_duration_s
 from kvcellar.errors import ConfigurationError, InvalidCapacity, InvalidEngineId
 
 

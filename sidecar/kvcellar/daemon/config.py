@@ -10,7 +10,6 @@ value is replaced by a default in silence. Reference: docs/reference/settings.md
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,38 +19,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvcellar import contract
 from kvcellar.contract import Contents, HugePages, Janitor, Mode, OnFailure, Owner, Pin
+from kvcellar.daemon.retention import Retention, parse_duration_s, parse_retention
 from kvcellar.errors import ConfigurationError, InvalidCapacity
 from kvcellar.region.geometry import HUGE_PAGE_BYTES
 
-_DURATION = re.compile(
-    r"(?:(?P<hours>[0-9]{1,6})h)?(?:(?P<minutes>[0-9]{1,6})m)?(?:(?P<seconds>[0-9]{1,9})s)?"
-)
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MAX_ENGINES = 64
 """Engines of one pod: no node has more devices than that."""
 _MAX_SETTLE_THREADS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long a region outlives its last holder.
-
-    Attributes:
-        text: as it was set, and as `/v1/regions` shows it.
-        seconds: 0 for `now`; None for `keep`: as long as the pod.
-    """
-
-    text: str
-    seconds: float | None
-
-
-def parse_duration_s(text: str) -> float | None:
-    """Seconds of a duration such as `90s`, `15m` or `1h30m`; None if it is not one."""
-    match = _DURATION.fullmatch(text)
-    if not text or not match:
-        return None
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(hours * 3600 + minutes * 60 + seconds)
 
 
 def _refuse(name: str, text: str, allowed: str) -> ConfigurationError:
@@ -123,13 +98,10 @@ def _memory_limit(name: str, text: str) -> int:
 
 
 def _retention(name: str, text: str) -> Retention:
-    fixed = {"keep": Retention("keep", None), "now": Retention("now", 0.0)}
-    if text in fixed:
-        return fixed[text]
-    seconds = parse_duration_s(text)
-    if not seconds:
+    retention = parse_retention(text)
+    if retention is None:
         raise _refuse(name, text, "keep, now, or a duration above zero such as 90s, 15m or 1h30m")
-    return Retention(text, seconds)
+    return retention
 
 
 def _timeout_s(name: str, text: str) -> float:

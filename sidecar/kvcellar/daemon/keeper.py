@@ -1,0 +1,346 @@
+"""The life of one region, from the plan to its end: one thread that owns it and repairs what it can.
+
+The thread acquires the region (makes it, or adopts what an earlier sidecar left), reserves, settles,
+and then looks at it once a second. What goes wrong ends in one of three ways:
+
+=============================== =========================================== =====================
+what                            `degrade`                                   `fail`
+=============================== =========================================== =====================
+another process owns the region observe it, and take over when it is freed  the process ends (4)
+anything else                   state Failed, tried again with back-off     the process ends
+the retention is over           Released, and the thread ends               the same
+=============================== =========================================== =====================
+
+Invariants: only this thread touches the `OwnedRegion`; everybody else reads `view`, an immutable value
+that is replaced at each change. Stopping at any moment leaves the files, and the next start goes on.
+"""
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvcellar.contract import EngineId, OnFailure, PlanBody, RegionState
+from kvcellar.daemon import plans
+from kvcellar.daemon.counters import CounterTotals
+from kvcellar.daemon.oom import FirstToBeKilled
+from kvcellar.daemon.retention import Retention, RetentionClock
+from kvcellar.daemon.status import RegionView, found_view
+from kvcellar.errors import DoesNotFit, KVCellarError, RegionHeld, RegionMismatch
+from kvcellar.region.cgroups import Limit
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
+from kvcellar.region.memory import read_limits
+from kvcellar.region.owner import OwnedRegion, RegionSnapshot
+from kvcellar.region.states import RegionRequest
+from kvcellar.region.survey import survey
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""Seconds between two looks at a region that is ready or that another process owns."""
+_FIRST_RETRY_S = 1.0
+_LAST_RETRY_S = 30.0
+"""A region that failed is tried again after 1, 2, 4 ... 30 s, give or take a quarter, so that two
+sidecars that compete for the same memory do not keep step."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperRules:
+    """What holds for every region of this sidecar.
+
+    Attributes:
+        open_directory: opens the directory of regions, on a description of the caller's own.
+        pod_limit_bytes: the pod's memory limit, which a container may not see; 0: unknown.
+        oom: raised while pages are being reserved.
+    """
+
+    open_directory: Callable[[], RegionDirectory]
+    on_failure: OnFailure
+    retention: Retention
+    pod_limit_bytes: int
+    oom: FirstToBeKilled
+
+
+class RegionKeeper:
+    """Keeps one region. `start` it once; `view` shows it; `stop` ends it."""
+
+    def __init__(
+        self,
+        request: RegionRequest,
+        rules: KeeperRules,
+        report_fatal: Callable[[KVCellarError], None],
+    ) -> None:
+        capacity_bytes = round_down(request.capacity_bytes, HUGE_PAGE_BYTES)
+        self.view = RegionView(
+            request.engine_id, request.mode, RegionState.PLANNED, "", capacity_bytes
+        )
+        self._request = request
+        self._rules = rules
+        self._report_fatal = report_fatal
+        self._directory: RegionDirectory | None = None
+        self._region: OwnedRegion | None = None
+        self._totals = CounterTotals()
+        self._is_damaged = False
+        self._failures = 0
+        self._clock = RetentionClock(rules.retention)
+        self._stop = threading.Event()
+        self._leave_nothing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"keeper-{request.engine_id}", daemon=True
+        )
+
+    @property
+    def engine_id(self) -> EngineId:
+        """The engine whose region this is."""
+        return self._request.engine_id
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs, or has ended as it should."""
+        is_over = self._stop.is_set() or self.view.state is RegionState.RELEASED
+        return is_over or self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def retry_now(self) -> None:
+        """Cut a wait short: something changed that may let a failed region succeed."""
+        self._wake.set()
+
+    def stop(self, *, leave_nothing: bool = False) -> None:
+        """Ask the thread to end after its step; returns at once.
+
+        Args:
+            leave_nothing: also remove the region, if this process made it and no engine has used it.
+        """
+        self._leave_nothing |= leave_nothing
+        self._stop.set()
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread; whether it has ended, or never began."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(max(timeout_s, 0.0))
+        return not self._thread.is_alive()
+
+    # --- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set() and self.view.state is not RegionState.RELEASED:
+                try:
+                    self._keep()
+                except RegionHeld as error:
+                    self._be_second(error)
+                except (KVCellarError, OSError) as error:
+                    self._fail(error)
+        finally:
+            self._end()
+
+    def _keep(self) -> None:
+        """Bring the region to Ready and watch it; returns at a stop or when it was released."""
+        region = self._take_up()
+        with self._rules.oom.raised():
+            region.reserve(self._has_to_stop)
+        self._announce(region, RegionState.RESERVED, "region reserved")
+        region.settle(self._has_to_stop)
+        self._announce(region, RegionState.READY, "region ready")
+        while not self._stop.wait(WATCH_S):
+            self._watch(region)
+            if self.view.state is RegionState.RELEASED:
+                return
+
+    def _take_up(self) -> OwnedRegion:
+        """The region in a state that can be gone on from: acquired, or planned again after a failure."""
+        directory = self._open_directory()
+        if self._region is not None and self._is_damaged:
+            self._clear_away(self._region)
+        if self._region is not None:
+            self._show(self._region, plans.plan_again(self._region, directory, self._read_limits))
+            return self._region
+        region = OwnedRegion.acquire(directory, self._request, self._read_limits)
+        self._region = region
+        self._show(region, plans.granted(region, directory, self._read_limits))
+        logger.info(
+            "region adopted" if region.is_adopted else "region made",
+            extra=self._fields(state=region.owner.state, reserved_bytes=self.view.reserved_bytes),
+        )
+        if region.asked_bytes != region.capacity_bytes:
+            logger.warning(
+                "region keeps its old capacity: an engine holds it",
+                extra=self._fields(asked_bytes=region.asked_bytes),
+            )
+        if region.owner.state is RegionState.FAILED:  # while an engine held it, which still does
+            raise RegionMismatch(region.owner.reason)
+        return region
+
+    def _clear_away(self, region: OwnedRegion) -> None:
+        """Remove a damaged region, so that a sound one can be made; its last holder goes first."""
+        if not region.release():
+            raise RegionMismatch(self.view.reason)
+        self._region, self._is_damaged = None, False
+
+    def _open_directory(self) -> RegionDirectory:
+        if self._directory is None:
+            self._directory = self._rules.open_directory()
+        return self._directory
+
+    def _read_limits(self) -> list[Limit]:
+        return read_limits(self._open_directory().fd, pod_limit_bytes=self._rules.pod_limit_bytes)
+
+    def _has_to_stop(self) -> bool:
+        """Called between two steps: the moment to show the progress."""
+        if self._region is not None:
+            self._show(self._region)
+        return self._stop.is_set()
+
+    def _announce(self, region: OwnedRegion, state: RegionState, event: str) -> None:
+        self._show(region)
+        if region.owner.state is state:
+            self._failures = 0
+            owner = region.owner
+            logger.info(
+                event,
+                extra=self._fields(
+                    reserved_bytes=self.view.reserved_bytes,
+                    huge_page_bytes=owner.huge_page_bytes,
+                    reserve_seconds=round(owner.reserve_seconds, 3),
+                    settle_seconds=round(owner.settle_seconds, 3),
+                ),
+            )
+
+    def _watch(self, region: OwnedRegion) -> None:
+        seen = region.snapshot()
+        if seen.damage:
+            region.repair()
+            again = region.snapshot()
+            if again.damage:
+                raise RegionMismatch(again.damage)
+            logger.warning("metadata page repaired", extra=self._fields(damage=seen.damage))
+            seen = again
+        before = len(self.view.participants)
+        self._show_seen(seen)
+        if len(self.view.participants) != before:
+            logger.info(
+                "participants changed", extra=self._fields(participants=len(self.view.participants))
+            )
+        is_over = self._clock.is_over(was_used=seen.session is not None, is_held=bool(seen.held))
+        if is_over and self._was_released(region):
+            self._region = None
+            self.view = replace(self.view, state=RegionState.RELEASED, reserved_bytes=0)
+            logger.info("region released", extra=self._fields(retention=self._rules.retention.text))
+
+    # --- when it goes wrong --------------------------------------------------------------------------
+
+    def _be_second(self, error: RegionHeld) -> None:
+        """Another process owns the region: show it as it is, and try again in a second."""
+        if self._rules.on_failure is OnFailure.FAIL:
+            self._end_process(error)
+            return
+        reason = f"observed only: {error}"
+        if self.view.reason != reason:
+            logger.warning("region owned by another process", extra=self._fields(reason=str(error)))
+        self.view = replace(self._observed(), reason=reason, plan_decided=True)
+        self._wait(WATCH_S)
+
+    def _fail(self, error: KVCellarError | OSError) -> None:
+        """Say that there is no region, and why; then wait, or end the process."""
+        reason = str(error)
+        plan = self.view.plan
+        if isinstance(error, DoesNotFit):
+            plan = plans.refused(error, self._read_limits)
+        self._is_damaged = isinstance(error, RegionMismatch)
+        self._publish_failure(reason)
+        self.view = replace(
+            self.view, state=RegionState.FAILED, reason=reason, plan=plan, plan_decided=True
+        )
+        if self._rules.on_failure is OnFailure.FAIL:
+            self._end_process(error)
+            return
+        pause_s = min(_FIRST_RETRY_S * 2**self._failures, _LAST_RETRY_S)
+        pause_s *= random.uniform(0.75, 1.25)  # noqa: S311 - no secret depends on it
+        self._failures = min(self._failures + 1, 16)
+        logger.error("region failed", extra=self._fields(reason=reason, retry_s=round(pause_s, 1)))
+        self._wait(pause_s)
+
+    def _observed(self) -> RegionView:
+        """The region that another process owns, as far as it can be read."""
+        try:
+            found = survey(self._open_directory()).regions
+        except (KVCellarError, OSError) as error:
+            logger.debug("region not observed", extra=self._fields(error=str(error)))
+            return self.view
+        for region in found:
+            if region.engine_id == self.engine_id and region.contents is not None:
+                rows = region.contents.rows.items()
+                held = tuple((slot, row, slot in region.held) for slot, row in rows)
+                return found_view(region, self._totals.add(held))
+        return self.view
+
+    def _publish_failure(self, reason: str) -> None:
+        """Tell the engines through the metadata page, where there is one; the region stays ours."""
+        region = self._region
+        if region is None:
+            return
+        try:
+            region.fail(reason)
+            self._show(region)
+        except (KVCellarError, OSError) as error:
+            logger.warning("failure not published", extra=self._fields(error=str(error)))
+
+    def _end_process(self, error: KVCellarError | OSError) -> None:
+        fatal = error if isinstance(error, KVCellarError) else KVCellarError(str(error))
+        self.view = replace(self.view, reason=str(error), plan_decided=True)
+        self._leave_nothing = True
+        self._stop.set()
+        self._report_fatal(fatal)
+
+    def _wait(self, seconds: float) -> None:
+        self._wake.wait(seconds)
+        if not self._stop.is_set():
+            self._wake.clear()
+
+    def _end(self) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            is_ours_alone = not region.is_adopted and self.view.session is None
+            if not (self._leave_nothing and is_ours_alone and self._was_released(region)):
+                region.close()
+        if self._directory is not None:
+            self._directory.close()
+
+    def _was_released(self, region: OwnedRegion) -> bool:
+        try:
+            return region.release()
+        except (KVCellarError, OSError) as error:
+            logger.warning("region not released", extra=self._fields(error=str(error)))
+            return False
+
+    # --- what others see -----------------------------------------------------------------------------
+
+    def _show(self, region: OwnedRegion, plan: PlanBody | None = None) -> None:
+        self._show_seen(region.snapshot())
+        if plan is not None:
+            self.view = replace(self.view, plan=plan, plan_decided=True)
+
+    def _show_seen(self, seen: RegionSnapshot) -> None:
+        self.view = replace(
+            self.view,
+            mode=seen.owner.mode,
+            state=seen.owner.state,
+            reason=seen.owner.reason,
+            capacity_bytes=seen.owner.capacity_bytes,
+            owner=seen.owner,
+            session=seen.session,
+            participants=tuple(row for _, row, is_held in seen.rows if is_held),
+            totals=self._totals.add(seen.rows),
+            reserved_bytes=seen.reserved_bytes,
+        )
+
+    def _fields(self, **more: object) -> dict[str, object]:
+        return {"engine_id": self.engine_id, "capacity_bytes": self.view.capacity_bytes, **more}

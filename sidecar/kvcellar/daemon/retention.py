@@ -1,0 +1,64 @@
+"""How long a region outlives its last holder. Pure, but for the clock that is passed in."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_DURATION = re.compile(
+    r"(?:(?P<hours>[0-9]{1,6})h)?(?:(?P<minutes>[0-9]{1,6})m)?(?:(?P<seconds>[0-9]{1,9})s)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long a region outlives its last holder.
+
+    Attributes:
+        text: as it was set, and as `/v1/regions` shows it.
+        seconds: 0 for `now`; None for `keep`: as long as the pod.
+    """
+
+    text: str
+    seconds: float | None
+
+
+def parse_retention(text: str) -> Retention | None:
+    """`keep`, `now`, or a duration above zero; None if it is neither."""
+    if text == "keep":
+        return Retention(text, None)
+    if text == "now":
+        return Retention(text, 0.0)
+    seconds = parse_duration_s(text)
+    return Retention(text, seconds) if seconds else None
+
+
+def parse_duration_s(text: str) -> float | None:
+    """Seconds of a duration such as `90s`, `15m` or `1h30m`; None if it is not one."""
+    match = _DURATION.fullmatch(text)
+    if not text or not match:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(hours * 3600 + minutes * 60 + seconds)
+
+
+class RetentionClock:
+    """Tells when the time of one region is over.
+
+    It runs while a region that an engine has used is held by nobody: from the moment the last holder
+    was seen to be gone, or from the adoption of a region that nobody holds.
+    """
+
+    def __init__(self, retention: Retention, now: Callable[[], float] = time.monotonic) -> None:
+        self._retention = retention
+        self._now = now
+        self._unheld_since: float | None = None
+
+    def is_over(self, *, was_used: bool, is_held: bool) -> bool:
+        """Look at the region as it is now; call it again and again."""
+        if self._retention.seconds is None or is_held or not was_used:
+            self._unheld_since = None
+            return False
+        now = self._now()
+        self._unheld_since = now if self._unheld_since is None else self._unheld_since
+        return now - self._unheld_since >= self._retention.seconds
