@@ -1,0 +1,98 @@
+"""`kvcellar status`: the regions as the sidecar shows them, or as they lie in the directory."""
+
+import json
+import sys
+from typing import Any
+
+from kvcellar.cli.client import SidecarClient
+from kvcellar.contract import RegionsBody, to_json
+from kvcellar.daemon import orphans
+from kvcellar.daemon.config import Settings
+from kvcellar.daemon.status import Status, found_view
+from kvcellar.errors import MetadataDamaged, NotReady
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.memory import read_limits
+from kvcellar.region.metadata import Counters
+from kvcellar.region.survey import survey
+
+_COLUMNS = ("ENGINE", "STATE", "CAPACITY", "RESERVED", "SETTLED", "USED", "ATTACHED", "GENERATION")
+
+
+def run(*, as_json: bool) -> int:
+    """Show the regions.
+
+    Raises:
+        NotReady: no sidecar answers and there is no directory.
+        MetadataDamaged: a page cannot be read; everything was printed before.
+    """
+    settings = Settings.load()
+    answer = SidecarClient(settings.client_host, settings.http_port).get("/v1/regions")
+    damage = ""
+    if answer is not None and answer.status == 200:
+        regions: dict[str, Any] = answer.json()
+    else:
+        body, damage = _look(settings)
+        regions = to_json(body)
+    if as_json:
+        sys.stdout.write(json.dumps(regions) + "\n")
+    else:
+        sys.stdout.write(_table(regions.get("regions", [])))
+    if damage:
+        raise MetadataDamaged(damage)
+    return 0
+
+
+def _look(settings: Settings) -> tuple[RegionsBody, str]:
+    """What lies in the directory, and the first page that cannot be read."""
+    path = settings.region_directory
+    try:
+        directory = RegionDirectory.open(path)
+    except FileNotFoundError as error:
+        raise NotReady(
+            f"no sidecar answers at {settings.client_host}:{settings.http_port} and {path} does not "
+            "exist: start `kvcellar sidecar`, or set KVCELLAR_DIR to where its regions are"
+        ) from error
+    try:
+        found = survey(directory)
+        limits = read_limits(directory.fd, pod_limit_bytes=settings.pod_memory_limit_bytes)
+    finally:
+        directory.close()
+    ids = frozenset(region.engine_id for region in found.regions)
+    status = Status(
+        regions=tuple(found_view(region, Counters()) for region in found.regions),
+        contents=settings.contents,
+        retention=settings.retention.text,
+        on_failure=settings.on_failure,
+        limits=tuple(limits),
+        orphans=tuple(orphans.lying(found, ids)),
+    )
+    return status.regions_body(), next((r.error for r in found.regions if r.contents is None), "")
+
+
+def _table(regions: list[dict[str, Any]]) -> str:
+    if not regions:
+        return "no regions\n"
+    rows = [_COLUMNS, *(_row(region) for region in regions)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
+    reasons = [
+        f"{region['engineId']}: {region['reason']}" for region in regions if region["reason"]
+    ]
+    return "\n".join([line.rstrip() for line in lines] + reasons) + "\n"
+
+
+def _row(region: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        region["engineId"],
+        region["state"],
+        _mebibytes(region["capacityBytes"]),
+        _mebibytes(region["reservedBytes"]),
+        _mebibytes(region["settledBytes"]),
+        _mebibytes(region["usedBytes"]),
+        str(len(region["participants"])),
+        str(region["generation"]),
+    )
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f}MiB"

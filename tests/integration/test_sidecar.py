@@ -1,0 +1,365 @@
+"""The sidecar as a process, and the commands beside it: what they show, and how they end."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcellar.contract import EngineId, Role
+from kvcellar.region import participants
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.region.joining import JoinRequest
+from kvcellar.region.metadata import META_BYTES, Counters
+from tests.integration.conftest import MakeVolume
+from tests.support.sidecars import Sidecar, end_all, until, used_bytes
+
+pytestmark = pytest.mark.integration
+
+MIB = 2**20
+ENGINE = '{engine_id="eng"}'
+MakeSidecar = Callable[..., Sidecar]
+
+
+@pytest.fixture
+def make_sidecar(volume: Path) -> Iterator[MakeSidecar]:
+    """Makes sidecars, by default on the test's own volume of 256 MiB."""
+    made: list[Sidecar] = []
+
+    def make(*options: str, on: Path | None = None, **variables: str) -> Sidecar:
+        made.append(Sidecar(on or volume, *options, **variables))
+        return made[-1]
+
+    yield make
+    end_all(made)
+
+
+def attach(sidecar: Sidecar, session: str = "ab" * 16) -> participants.Participant:
+    """Attach as rank 0 of an engine of one rank."""
+    request = JoinRequest(EngineId("eng"), session, Role.WORKER, 0, 1, "cd" * 32, 10.0)
+    return participants.open_session(
+        RegionDirectory.open(sidecar.directory),
+        request,
+        lambda capacity: Geometry.compute(capacity, 4096, 1, Layout.SHARDED, 4096),
+    )
+
+
+# --- the normal life ----------------------------------------------------------------------------------
+
+
+def test_a_region_is_made_settled_and_shown_as_it_lies_on_the_volume(
+    make_sidecar: MakeSidecar, volume: Path
+) -> None:
+    sidecar = make_sidecar(KVCELLAR_CAPACITY="65Mi").start()
+    waited = sidecar.run("wait", "--for", "settled", "--timeout", "20")
+    assert (waited.returncode, waited.stdout, waited.stderr) == (0, "", "")
+
+    region = sidecar.region()
+    disk_usage = int(subprocess.check_output(["du", "-B1", sidecar.data_file()]).split()[0])
+    assert region["capacityBytes"] == 64 * MIB  # floored to 2 MiB
+    assert region["reservedBytes"] == region["settledBytes"] == disk_usage == 64 * MIB
+    assert used_bytes(volume) == 64 * MIB + META_BYTES
+    metrics = sidecar.metrics()
+    assert metrics[f"kvcellar_region_resident_bytes{ENGINE}"] == disk_usage
+    assert metrics[f"kvcellar_region_settle_ratio{ENGINE}"] == 1
+    until(
+        lambda: sidecar.metrics()["kvcellar_tmpfs_free_bytes"] == 192 * MIB - META_BYTES,
+        "the free bytes of the tmpfs to be read again",
+    )
+
+    for path in ("/livez", "/startupz", "/readyz"):
+        assert sidecar.get(path) == (200, "ok\n")
+    plan = json.loads(sidecar.get("/v1/plan")[1])
+    assert plan["fits"] is True
+    assert 64 * MIB <= plan["askedBytes"] <= 65 * MIB
+    shown = json.loads(sidecar.run("status", "--json").stdout)
+    assert shown["regions"][0] == sidecar.region()
+    for name in ("sidecar starts", "region made", "region reserved", "region ready"):
+        assert len(sidecar.events(name)) == 1
+    assert sidecar.complaint == ""
+
+
+def test_an_engine_is_shown_while_it_is_attached_and_its_counters_stay(
+    make_sidecar: MakeSidecar,
+) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    for n, session in enumerate(["ab" * 16, "cd" * 16], start=1):
+        engine = attach(sidecar, session)
+        engine.report(Counters(store_bytes=100), pinned=True)
+        until(lambda: sidecar.region()["participants"], "a participant")
+        region = sidecar.region()
+        assert [p["role"] for p in region["participants"]] == ["worker"]
+        assert (region["generation"], region["engineStarts"]) == (n, n)
+        assert region["geometry"]["numChunks"] == 32 * MIB // 4096
+        engine.close()
+        until(lambda: sidecar.region()["participants"] == [], "nobody attached")
+    moved = 'kvcellar_transfer_bytes_total{direction="store",engine_id="eng"}'
+    assert sidecar.metrics()[moved] == 200
+
+
+def test_the_sidecar_is_small_and_imports_neither_numpy_nor_torch(
+    make_sidecar: MakeSidecar,
+) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    for _ in range(200):
+        for path in ("/metrics", "/v1/regions", "/"):
+            assert sidecar.get(path)[0] == 200
+    status = Path(f"/proc/{sidecar.process.pid}/status").read_text()
+    rss_anon_kib = int(status.split("RssAnon:")[1].split()[0])
+    assert rss_anon_kib < 45 * 1024
+    assert "numpy" not in Path(f"/proc/{sidecar.process.pid}/maps").read_text()
+    program = "import sys, kvcellar.daemon.app; print({'numpy', 'torch'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-P", "-c", program]) == b"set()\n"
+
+
+def test_data_parallel_engines_get_a_region_each(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar(KVCELLAR_ENGINES="2", KVCELLAR_CAPACITY="16Mi").start()
+    for engine_id in ("eng_dp0", "eng_dp1"):
+        assert sidecar.until_state("Ready", engine_id=engine_id)["reservedBytes"] == 16 * MIB
+    assert sidecar.end()[0] == 0
+    assert len(sidecar.files) == 6
+
+
+# --- how it ends --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(make_volume: MakeVolume, make_sidecar: MakeSidecar) -> Sidecar:
+    """A sidecar whose region takes a while, in small pages."""
+    return make_sidecar(
+        on=make_volume(1024 * MIB), KVCELLAR_CAPACITY="768Mi", KVCELLAR_HUGE_PAGES="never"
+    )
+
+
+def assert_ends_well(sidecar: Sidecar) -> None:
+    status, seconds = sidecar.end()
+    assert (status, seconds < 2.0) == (0, True), (status, seconds)
+    assert sidecar.complaint == ""
+
+
+@pytest.mark.parametrize("state", ["Reserving", "Reserved", "Ready"])
+def test_sigterm_ends_it_within_two_seconds_and_the_next_start_goes_on(
+    large: Sidecar, state: str
+) -> None:
+    large.start()
+    until(lambda: (owner := large.owner()) and owner.state == state, f"state {state}")
+    before = large.owner()
+    assert before is not None
+
+    assert_ends_well(large)
+
+    large.start()
+    assert large.until_state("Ready")["reservedBytes"] == 768 * MIB
+    after = large.owner()
+    assert after is not None
+    assert (after.nonce, after.data_inode) == (before.nonce, before.data_inode)
+    assert large.events("region adopted")
+    assert len(large.files) == 3
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.5])
+def test_sigterm_during_the_start_ends_it_with_0(make_sidecar: MakeSidecar, delay_s: float) -> None:
+    sidecar = make_sidecar().start()
+
+    def catches_sigterm() -> bool:
+        status = Path(f"/proc/{sidecar.process.pid}/status").read_text()
+        return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
+
+    until(catches_sigterm, "the first line of the program")
+    time.sleep(delay_s)  # how far it then is, is what varies
+    assert_ends_well(sidecar)
+
+
+def test_sigterm_in_state_failed_ends_it_with_0(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar(KVCELLAR_CAPACITY="1Gi").start()
+    sidecar.until_state("Failed")
+    assert_ends_well(sidecar)
+    assert sidecar.files == []
+
+
+def test_a_request_that_never_ends_does_not_delay_the_end(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    with socket.create_connection(("127.0.0.1", sidecar.port)) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
+        assert_ends_well(sidecar)
+
+
+def test_sigkill_at_random_moments_leaves_one_region_and_no_more_memory(large: Sidecar) -> None:
+    moments = random.Random(7)
+    for _ in range(5):
+        large.start()
+        until(lambda: large.owner() or large.process.poll() is not None, "a region")
+        time.sleep(moments.uniform(0.0, 0.6))
+        large.end(signal.SIGKILL)
+    large.start()
+    large.until_state("Ready")
+    assert len(large.files) == 3
+    assert used_bytes(large.volume) == 768 * MIB + META_BYTES
+
+
+# --- what does not fit --------------------------------------------------------------------------------
+
+
+def test_under_fail_a_capacity_above_the_tmpfs_ends_it_with_3_and_leaves_nothing(
+    make_sidecar: MakeSidecar, volume: Path
+) -> None:
+    sidecar = make_sidecar(KVCELLAR_CAPACITY="257Mi", KVCELLAR_ON_FAILURE="fail").start()
+    waited = sidecar.run("wait", "--for", "plan", "--timeout", "20")
+    assert sidecar.wait() == 3
+    assert "size of the tmpfs" in sidecar.complaint
+    assert "KVCELLAR_CAPACITY" in sidecar.complaint
+    assert waited.returncode == 3
+    assert json.loads(waited.stdout)["fits"] is False
+    assert json.loads(waited.stdout)["bindingLimit"] == "tmpfs"
+    assert "size of the tmpfs" in waited.stderr
+    assert used_bytes(volume) == 0
+    assert sidecar.files == []
+
+
+def test_under_degrade_it_lives_and_opens_every_gate(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar(KVCELLAR_CAPACITY="300Mi").start()
+    sidecar.until_state("Failed")
+    assert sidecar.get("/startupz")[0] == 200
+    assert sidecar.get("/livez")[0] == 200
+    status, problem = sidecar.get("/readyz")
+    assert (status, json.loads(problem)["status"]) == (503, 503)
+    for gate in ("plan", "settled"):
+        waited = sidecar.run("wait", "--for", gate, "--timeout", "5")
+        assert (waited.returncode, json.loads(waited.stdout)["fits"]) == (0, False)
+        assert "region eng is Failed" in waited.stderr
+
+
+ENTER = 'echo $$ > "$1/cgroup.procs"; shift; exec "$@"'
+
+
+@pytest.fixture
+def memory_cgroup() -> Iterator[Path]:
+    """A memory cgroup of version 1 inside another one; both are removed afterwards."""
+    top = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0 or not (top / "memory.limit_in_bytes").exists():
+        pytest.skip("this machine has no memory cgroups of version 1 that a test may make")
+    outer = top / f"kvcellar-sidecar-{os.getpid()}"
+    own = outer / "own"
+    own.mkdir(parents=True)
+    yield own
+    until(
+        lambda: all(_is_removed(directory) for directory in (own, outer)), "the cgroups are empty"
+    )
+
+
+def _is_removed(directory: Path) -> bool:
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("level", "limit"), [("own", "container memory limit"), ("parent", "memory limit of cgroup")]
+)
+def test_a_capacity_above_a_memory_cgroup_is_refused_and_nobody_is_killed(
+    make_sidecar: MakeSidecar, volume: Path, memory_cgroup: Path, level: str, limit: str
+) -> None:
+    limited = memory_cgroup if level == "own" else memory_cgroup.parent
+    (limited / "memory.limit_in_bytes").write_text(str(160 * MIB))
+    sidecar = make_sidecar(KVCELLAR_CAPACITY="200Mi", KVCELLAR_ON_FAILURE="fail")
+    sidecar.start("sh", "-ec", ENTER, "sh", str(memory_cgroup))
+    assert sidecar.wait() == 3
+    assert limit in sidecar.complaint
+    assert used_bytes(volume) == 0
+
+
+# --- settings that cannot be used ----------------------------------------------------------------------
+
+
+def test_a_port_in_use_ends_it_with_2_before_anything_is_made(make_sidecar: MakeSidecar) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sidecar = make_sidecar(KVCELLAR_HTTP_PORT=str(port)).start()
+        assert sidecar.wait() == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in sidecar.complaint
+    assert sidecar.files == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("KVCELLAR_CAPACTIY", "1Gi", "KVCELLAR_CAPACTIY is not a setting"),
+        ("KVCELLAR_ENGINE_ID", "../etc", "engine id '../etc'"),
+        ("KVCELLAR_OWNER", "engine", "KVCELLAR_OWNER=engine"),
+        ("KVCELLAR_MODE", "stock", "KVCELLAR_MODE=stock"),
+        ("KVCELLAR_HTTP_HOST", "192.0.2.1", "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_ends_it_with_2_and_one_sentence(
+    make_sidecar: MakeSidecar, name: str, text: str, said: str
+) -> None:
+    sidecar = make_sidecar(**{name: text}).start()
+    assert sidecar.wait() == 2
+    assert sidecar.complaint.startswith("kvcellar: ")
+    assert said in sidecar.complaint
+    assert sidecar.files == []
+
+
+# --- the commands beside it -----------------------------------------------------------------------------
+
+
+def test_clean_removes_what_nobody_owns_or_holds(make_sidecar: MakeSidecar, volume: Path) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    owned = sidecar.run("clean")
+    assert (owned.returncode, owned.stdout.startswith("kept  eng.meta")) == (4, True)
+    sidecar.end()
+
+    engine = attach(sidecar)
+    held = sidecar.run("clean")
+    assert (held.returncode, "an engine holds it" in held.stdout) == (4, True)
+    shown = json.loads(sidecar.run("status", "--json").stdout)
+    assert [p["role"] for p in shown["regions"][0]["participants"]] == ["worker"]
+    engine.close()
+
+    dry = sidecar.run("clean", "--dry-run")
+    assert (dry.returncode, dry.stdout.startswith("would be removed  eng.meta")) == (0, True)
+    assert len(sidecar.files) == 3
+    done = sidecar.run("clean")
+    assert (done.returncode, done.stdout.startswith("removed  eng.meta")) == (0, True)
+    assert used_bytes(volume) == 0
+    assert sidecar.run("clean").stdout == "nothing to remove\n"
+    assert sidecar.run("status").stdout == "no regions\n"
+
+
+def test_a_damaged_page_is_shown_kept_and_ends_the_commands_with_5(
+    make_sidecar: MakeSidecar,
+) -> None:
+    sidecar = make_sidecar()
+    sidecar.directory.mkdir()
+    (sidecar.directory / "eng.meta").write_bytes(b"\xff" * META_BYTES)
+    for command, shown in (("status", "Failed"), ("clean", "kept  eng.meta")):
+        done = sidecar.run(command)
+        assert (done.returncode, "damaged" in done.stderr, shown in done.stdout) == (5, True, True)
+    assert sidecar.files == ["eng.meta"]
+
+
+def test_commands_without_sidecar_or_directory_say_so_and_end_with_6(
+    make_sidecar: MakeSidecar,
+) -> None:
+    sidecar = make_sidecar()
+    for command in (["status"], ["clean"], ["wait", "--for", "plan", "--timeout", "0.3"]):
+        done = sidecar.run(*command, PYTHONSAFEPATH="1")
+        assert done.returncode == 6
+        assert done.stderr.startswith("kvcellar: ")
+        assert done.stderr.count("\n") == 1
