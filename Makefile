@@ -137,6 +137,10 @@ soak: system venv venv-vllm venv-vllm31 ## the full counts of kills and repeats:
 demo: system venv venv-vllm ## a real engine is killed and restarted, and returns the same tokens
 	.venv/bin/kvcellar demo --engine-python .venv-vllm/bin/python
 
+.PHONY: bench
+bench: system venv venv-vllm ## what a region costs an engine's start: minutes, on a quiet machine
+	$(PY) bench/start_gate.py --engine-python .venv-vllm/bin/python
+
 .PHONY: lock
 lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
 lock: COMPILE := $(UV) pip compile --quiet --python-version 3.11 --generate-hashes \

@@ -56,8 +56,12 @@ class Command:
 STEPS: tuple[Suite | Command, ...] = (
     Suite("unit", folder="tests/unit", venv=".venv"),
     Suite("integration", folder="tests/integration", venv=".venv"),
-    Suite("vllm", folder="tests/vllm", venv=".venv-vllm"),
-    Suite("vllm31", folder="tests/vllm", venv=".venv-vllm31"),
+    Command(
+        "demo",
+        (".venv/bin/kvcellar", "demo", "--engine-python", ".venv-vllm/bin/python"),
+        timeout_s=900.0,
+    ),
+    Suite("vllm", folder="tests/vllm", venv=".venv"),
     Suite("cluster", folder="tests/cluster", venv=".venv"),
 )
 """In the order they run: the quick ones first."""

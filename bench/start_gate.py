@@ -1,0 +1,123 @@
+"""The start gate: what a region costs an engine's start while the sidecar reserves beside it.
+
+Engines start three ways in turn, each `--rounds` times:
+
+- *alone*: no offload and no sidecar;
+- *gated*: sidecar and engine start together, as in a pod whose start gate is `plan`: pages are reserved
+  while the engine loads, and the engine attaches to what is ready;
+- *after*: the engine starts once the region is ready, to show what waiting would have cost.
+
+Printed: medians, the reserve time, and (gated - alone) / reserve time. The claim is that this is at most
+0.10, for an engine that loads for longer than the reserve takes. Run it on a quiet machine.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcellar.demo.client import Engine, EngineConfig
+from kvcellar.demo.main import ENGINE_ID, KV_TRANSFER
+from kvcellar.demo.models import ModelKind, write_checkpoint
+from kvcellar.demo.sandbox import SHM, Sandbox
+from kvcellar.demo.sidecar import Sidecar
+
+_HEAD_ROOM_BYTES = 1 << 30
+
+
+class Bench:
+    """One bench run: settings, and the seconds that were measured."""
+
+    def __init__(self, python: Path, capacity_bytes: int, folder: Path) -> None:
+        """Prepare a checkpoint."""
+        self._python = python
+        self._capacity_bytes = capacity_bytes
+        self._folder = folder
+        self._model = write_checkpoint(ModelKind.LLAMA, folder / "model")
+        self.seconds: dict[str, list[float]] = {
+            "alone": [],
+            "gated": [],
+            "after": [],
+            "reserve": [],
+        }
+
+    def warm_up(self) -> None:
+        """A start that does not count: vLLM keeps what it learns of the model's class."""
+        self._start(None, waits=False)
+
+    def round(self) -> None:
+        """One start of each kind."""
+        self.seconds["alone"].append(self._start(None, waits=False))
+        self.seconds["gated"].append(self._start(self._capacity_bytes, waits=False))
+        self.seconds["after"].append(self._start(self._capacity_bytes, waits=True))
+
+    def _start(self, capacity_bytes: int | None, *, waits: bool) -> float:
+        """Seconds until an engine serves; with a capacity, beside a sidecar that starts now too."""
+        with Sandbox.open((capacity_bytes or 0) + _HEAD_ROOM_BYTES) as sandbox:
+            began = time.monotonic()
+            sidecar = self._sidecar(sandbox, capacity_bytes) if capacity_bytes else None
+            if sidecar is not None and waits:
+                sidecar.wait_for("Ready", lambda body: body["state"] == "Ready", timeout_s=600.0)
+            with self._engine(sandbox, offload=sidecar is not None) as engine:
+                engine.wait_ready()
+                took_s = time.monotonic() - began
+                if sidecar is not None:
+                    held = sidecar.wait_for("held", lambda body: len(body["participants"]) == 2)
+                    self._note_reserve(sandbox, sidecar, held["state"])
+                engine.shutdown()
+            if sidecar is not None:
+                sidecar.terminate()
+        return took_s
+
+    def _note_reserve(self, sandbox: Sandbox, sidecar: Sidecar, state: str) -> None:
+        sidecar.wait_for("Ready", lambda body: body["state"] == "Ready", timeout_s=600.0)
+        log = (self._folder / "sidecar.log").read_text().splitlines()
+        ready = [json.loads(line) for line in log if '"region ready"' in line][-1]
+        self.seconds["reserve"].append(ready["reserve_seconds"] + ready["settle_seconds"])
+
+    def _sidecar(self, sandbox: Sandbox, capacity_bytes: int) -> Sidecar:
+        log = self._folder / "sidecar.log"
+        return Sidecar.start(sandbox, log, ENGINE_ID, str(capacity_bytes), {})
+
+    def _engine(self, sandbox: Sandbox, *, offload: bool) -> Engine:
+        config = EngineConfig(
+            python=self._python,
+            model=self._model,
+            kind=ModelKind.LLAMA,
+            kv_transfer=KV_TRANSFER if offload else None,
+            env={"KVCELLAR_ROOT": str(SHM), "KVCELLAR_ENGINE_ID": ENGINE_ID} if offload else {},
+            cache=self._folder / "vllm-cache",
+        )
+        return Engine.start(config, sandbox, self._folder / "engine.log")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rounds and print the figures; always 0, since it measures and does not judge."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-python", type=Path, required=True)
+    parser.add_argument("--capacity", type=int, default=6 << 30, help="bytes of the region")
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="kvc-bench-") as folder:
+        bench = Bench(given.engine_python.absolute(), given.capacity, Path(folder))
+        bench.warm_up()
+        for _ in range(given.rounds):
+            bench.round()
+    medians = {name: statistics.median(values) for name, values in bench.seconds.items()}
+    extra = medians["gated"] - medians["alone"]
+    for name, values in bench.seconds.items():
+        shown = ", ".join(f"{value:.1f}" for value in values)
+        sys.stdout.write(f"{name:8} median {medians[name]:6.2f} s   ({shown})\n")
+    sys.stdout.write(
+        f"region of {given.capacity / 2**30:.1f} GiB: the gated start took {extra:+.2f} s, "
+        f"{extra / medians['reserve']:+.2f} of the reserve time\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
