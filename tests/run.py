@@ -66,6 +66,27 @@ STEPS: tuple[Suite | Command, ...] = (
 )
 """In the order they run: the quick ones first."""
 
+SOAK_STEPS: tuple[Suite | Command, ...] = (
+    *(step for step in STEPS if isinstance(step, Suite)),
+    *(
+        Command(
+            f"demo of {venv} with {ranks} ranks",
+            (
+                ".venv/bin/kvcellar",
+                "demo",
+                "--engine-python",
+                f"{venv}/bin/python",
+                "--ranks",
+                str(ranks),
+            ),
+            timeout_s=900.0,
+        )
+        for venv in (".venv-vllm", ".venv-vllm31")
+        for ranks in (1, 2)
+    ),
+)
+"""The suites again for their tests marked soak, and the demo on both versions of vLLM."""
+
 
 @dataclass(slots=True)
 class Tally:
@@ -176,7 +197,7 @@ def print_summary(tally: Tally, is_ci: bool) -> None:
 def main() -> int:
     """Run what the arguments name and return the exit status."""
     parser = argparse.ArgumentParser(description="Run kvcellar's tests.")
-    names = [step.name for step in STEPS]
+    names = sorted({step.name for step in (*STEPS, *SOAK_STEPS)})
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"default: all of {names}")
     parser.add_argument("--soak", action="store_true", help="run the tests marked soak instead")
     arguments = parser.parse_args()
@@ -185,11 +206,9 @@ def main() -> int:
         parser.error(f"unknown steps {unknown}: known are {names}")
 
     tally = Tally()
-    steps = [step for step in STEPS if not arguments.steps or step.name in arguments.steps]
-    if arguments.soak:
-        run_steps([step for step in steps if isinstance(step, Suite)], "soak and not gpu", tally)
-    else:
-        run_steps(steps, "not soak and not gpu", tally)
+    chosen = SOAK_STEPS if arguments.soak else STEPS
+    steps = [step for step in chosen if not arguments.steps or step.name in arguments.steps]
+    run_steps(steps, "soak and not gpu" if arguments.soak else "not soak and not gpu", tally)
     if not arguments.steps:
         if not arguments.soak:
             tally.left_out.append("soak - run make soak")
