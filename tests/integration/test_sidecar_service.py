@@ -12,7 +12,7 @@ from kvcellar.contract import EngineId, RegionState, Role
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.service import Service, region_requests
 from kvcellar.daemon.status import RegionView
-from kvcellar.errors import ConfigurationError, DoesNotFit, RegionHeld, RegionMismatch
+from kvcellar.errors import ConfigurationError, DoesNotFit, NotReady, RegionHeld, RegionMismatch
 from kvcellar.region import locks, participants
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
@@ -125,13 +125,17 @@ def test_under_degrade_a_region_that_does_not_fit_goes_on_when_the_limit_changes
     assert (plan.fits, plan.bindingLimit) == (False, "tmpfs")
     assert plan.askedBytes >= 300 * MIB > plan.freeBytes
     assert [limit.name for limit in plan.limits if limit.binding] == ["tmpfs"]
-    assert running.files() == []
+    with pytest.raises(NotReady, match=r"region eng failed: .*size of the tmpfs"):
+        attach(running.directory)  # at once: the page says so
+    assert used_bytes(volume) == META_BYTES
 
     subprocess.run(["mount", "-o", "remount,size=400m", volume], check=True)
     assert running.until_state(READY).reserved_bytes == 300 * MIB
     accepted = running.service.status().plan()
     assert accepted is not None
     assert accepted.fits
+    assert len(running.files()) == 3
+    attach(running.directory).close()
 
 
 @pytest.mark.parametrize("on_failure", ["fail", "degrade"])
@@ -153,6 +157,7 @@ def test_of_two_that_do_not_fit_together_exactly_one_wins(
     loser = list(pair.values())[states.index(FAILED)]
     if on_failure == "fail":
         assert isinstance(loser.fatal(), DoesNotFit)
+    loser.stop()
     assert used_bytes(volume) == 160 * MIB + META_BYTES
     assert len(loser.files()) == 3
 

@@ -5,7 +5,6 @@ install without the sidecar's packages can say what is missing. Reference: docs/
 """
 
 import argparse
-import importlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -51,8 +50,9 @@ def _run(given: list[str]) -> int:
 
         return app.main(given[1:])
     if given[:1] == ["demo"]:
-        demo = importlib.import_module("kvcellar.demo.main")
-        return int(demo.run(given[1:]))
+        from kvcellar.demo import main as demo
+
+        return demo.run(given[1:])
     options = _parser().parse_args(given)
     match options.command:
         case "wait":

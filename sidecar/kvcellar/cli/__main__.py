@@ -1,4 +1,4 @@
-"""`python -m kvcellar.cli`: the command `kvcellar` where its script is not on the path."""
+"""`python -m kvcellar.cli`: the command `kvcellar`."""
 
 import sys
 

@@ -81,6 +81,7 @@ class RegionKeeper:
         self._report_fatal = report_fatal
         self._directory: RegionDirectory | None = None
         self._region: OwnedRegion | None = None
+        self._notice: OwnedRegion | None = None
         self._totals = CounterTotals()
         self._is_damaged = False
         self._failures = 0
@@ -163,6 +164,7 @@ class RegionKeeper:
         if self._region is not None:
             self._show(self._region, plans.plan_again(self._region, directory, self._read_limits))
             return self._region
+        self._take_notice_down()
         region = OwnedRegion.acquire(directory, self._request, self._read_limits)
         self._region = region
         self._show(region, plans.granted(region, directory, self._read_limits))
@@ -262,6 +264,8 @@ class RegionKeeper:
         if self._rules.on_failure is OnFailure.FAIL:
             self._end_process(error)
             return
+        if isinstance(error, DoesNotFit) and self._region is None:
+            self._put_notice_up(reason)
         pause_s = min(_FIRST_RETRY_S * 2**self._failures, _LAST_RETRY_S)
         pause_s *= random.uniform(0.75, 1.25)  # noqa: S311 - no secret depends on it
         self._failures = min(self._failures + 1, 16)
@@ -293,6 +297,23 @@ class RegionKeeper:
         except (KVCellarError, OSError) as error:
             logger.warning("failure not published", extra=self._fields(error=str(error)))
 
+    def _put_notice_up(self, reason: str) -> None:
+        """Tell the engines although a refused plan made no region, so that they do not wait for one.
+
+        The notice is a region of the least capacity, without a page reserved, in state Failed.
+        """
+        request = replace(self._request, capacity_bytes=HUGE_PAGE_BYTES)
+        try:
+            self._notice = OwnedRegion.acquire(self._open_directory(), request, list)
+            self._notice.fail(reason)
+        except (KVCellarError, OSError) as error:
+            logger.debug("failure not published", extra=self._fields(error=str(error)))
+
+    def _take_notice_down(self) -> None:
+        notice, self._notice = self._notice, None
+        if notice is not None and not self._was_released(notice):
+            notice.close()
+
     def _end_process(self, error: KVCellarError | OSError) -> None:
         fatal = error if isinstance(error, KVCellarError) else KVCellarError(str(error))
         self.view = replace(self.view, reason=str(error), plan_decided=True)
@@ -306,6 +327,7 @@ class RegionKeeper:
             self._wake.clear()
 
     def _end(self) -> None:
+        self._take_notice_down()
         region, self._region = self._region, None
         if region is not None:
             is_ours_alone = not region.is_adopted and self.view.session is None
