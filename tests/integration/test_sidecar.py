@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar import cli
 from kvcellar.contract import EngineId, Role
-from kvcellar.region import participants
+from kvcellar.region import locks, participants
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
@@ -167,7 +168,7 @@ def test_sigterm_ends_it_within_two_seconds_and_the_next_start_goes_on(
     assert len(large.files) == 3
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
 def test_sigterm_during_the_start_ends_it_with_0(make_sidecar: MakeSidecar, delay_s: float) -> None:
     sidecar = make_sidecar().start()
 
@@ -318,48 +319,97 @@ def test_a_setting_that_cannot_be_used_ends_it_with_2_and_one_sentence(
 # --- the commands beside it -----------------------------------------------------------------------------
 
 
-def test_clean_removes_what_nobody_owns_or_holds(make_sidecar: MakeSidecar, volume: Path) -> None:
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process with a sidecar's settings: status, stdout and stderr."""
+    monkeypatch.setattr(cli, "_leave_on_sigterm", lambda status: None)
+
+    def run(sidecar: Sidecar, *arguments: str) -> tuple[int, str, str]:
+        for name, value in sidecar.environment.items():
+            if name.startswith("KVCELLAR_"):
+                monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        status = cli.main(arguments)
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def test_clean_removes_what_nobody_owns_or_holds(
+    make_sidecar: MakeSidecar, command: Command, volume: Path
+) -> None:
     sidecar = make_sidecar().start()
     sidecar.until_state("Ready")
-    owned = sidecar.run("clean")
-    assert (owned.returncode, owned.stdout.startswith("kept  eng.meta")) == (4, True)
+    status, shown, said = command(sidecar, "clean")
+    assert (status, shown.startswith("kept  eng.meta")) == (4, True)
+    assert said == "kvcellar: nothing was removed: all 1 found are owned or held\n"
     sidecar.end()
 
     engine = attach(sidecar)
-    held = sidecar.run("clean")
-    assert (held.returncode, "an engine holds it" in held.stdout) == (4, True)
-    shown = json.loads(sidecar.run("status", "--json").stdout)
-    assert [p["role"] for p in shown["regions"][0]["participants"]] == ["worker"]
+    status, shown, _ = command(sidecar, "clean")
+    assert (status, "an engine holds it" in shown) == (4, True)
+    region = json.loads(command(sidecar, "status", "--json")[1])["regions"][0]
+    assert (region["state"], len(region["participants"])) == ("Ready", 1)
     engine.close()
 
-    dry = sidecar.run("clean", "--dry-run")
-    assert (dry.returncode, dry.stdout.startswith("would be removed  eng.meta")) == (0, True)
+    status, shown, _ = command(sidecar, "clean", "--dry-run")
+    assert (status, shown.startswith("would be removed  eng.meta")) == (0, True)
     assert len(sidecar.files) == 3
-    done = sidecar.run("clean")
-    assert (done.returncode, done.stdout.startswith("removed  eng.meta")) == (0, True)
+    status, shown, _ = command(sidecar, "clean")
+    assert (status, shown.startswith("removed  eng.meta")) == (0, True)
     assert used_bytes(volume) == 0
-    assert sidecar.run("clean").stdout == "nothing to remove\n"
-    assert sidecar.run("status").stdout == "no regions\n"
+    assert command(sidecar, "clean") == (0, "nothing to remove\n", "")
+    assert command(sidecar, "status") == (0, "no regions\n", "")
+
+
+def test_clean_removes_loose_files_but_no_foreign_ones(
+    make_sidecar: MakeSidecar, command: Command
+) -> None:
+    sidecar = make_sidecar()
+    sidecar.directory.mkdir()
+    names = ("eng.0123456789abcdef.data", "old.0123456789abcdef.index", "notes.txt")
+    for name in names:
+        (sidecar.directory / name).write_bytes(b"x")
+    held = os.open(sidecar.directory / names[0], os.O_RDWR)
+    assert locks.try_lock(held, locks.SLOT_BASE)
+    status, shown, _ = command(sidecar, "clean")
+    assert status == 0
+    assert sorted(line.split()[:2] for line in shown.splitlines()) == [
+        ["kept", names[0]],
+        ["removed", names[1]],
+    ]
+    os.close(held)
+    assert command(sidecar, "clean")[0] == 0
+    assert sidecar.files == ["notes.txt"]
 
 
 def test_a_damaged_page_is_shown_kept_and_ends_the_commands_with_5(
-    make_sidecar: MakeSidecar,
+    make_sidecar: MakeSidecar, command: Command
 ) -> None:
     sidecar = make_sidecar()
     sidecar.directory.mkdir()
     (sidecar.directory / "eng.meta").write_bytes(b"\xff" * META_BYTES)
-    for command, shown in (("status", "Failed"), ("clean", "kept  eng.meta")):
-        done = sidecar.run(command)
-        assert (done.returncode, "damaged" in done.stderr, shown in done.stdout) == (5, True, True)
+    for name, expected in (("status", "Failed"), ("clean", "kept  eng.meta")):
+        status, shown, said = command(sidecar, name)
+        assert (status, expected in shown, "damaged" in said) == (5, True, True)
     assert sidecar.files == ["eng.meta"]
 
 
+@pytest.mark.parametrize(
+    "arguments", [["status"], ["clean"], ["wait", "--for", "plan", "--timeout", "0.3"]]
+)
 def test_commands_without_sidecar_or_directory_say_so_and_end_with_6(
-    make_sidecar: MakeSidecar,
+    make_sidecar: MakeSidecar, command: Command, arguments: list[str]
 ) -> None:
-    sidecar = make_sidecar()
-    for command in (["status"], ["clean"], ["wait", "--for", "plan", "--timeout", "0.3"]):
-        done = sidecar.run(*command, PYTHONSAFEPATH="1")
-        assert done.returncode == 6
-        assert done.stderr.startswith("kvcellar: ")
-        assert done.stderr.count("\n") == 1
+    status, shown, said = command(make_sidecar(), *arguments)
+    assert (status, shown) == (6, "")
+    assert said.startswith("kvcellar: ")
+    assert said.count("\n") == 1
+
+
+def test_the_commands_run_with_a_safe_path(make_sidecar: MakeSidecar) -> None:
+    done = make_sidecar().run("status", PYTHONSAFEPATH="1")
+    assert (done.returncode, done.stderr.count("\n")) == (6, 1)

@@ -282,6 +282,22 @@ def test_a_region_that_another_owns_is_observed_and_taken_over(make_service: Mak
     assert after.owner.nonce == before.owner.nonce
 
 
+def test_another_capacity_is_made_anew_unless_an_engine_holds_the_old_one(
+    make_service: MakeService, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = make_service()
+    running.until_state(READY)
+    engine = attach(running.directory)
+    running.stop()
+    held = make_service(KVCELLAR_CAPACITY="16Mi")
+    assert held.until_state(READY).capacity_bytes == 8 * MIB
+    assert "region keeps its old capacity: an engine holds it" in caplog.messages
+    engine.close()
+    held.stop()
+    assert make_service(KVCELLAR_CAPACITY="16Mi").until_state(READY).reserved_bytes == 16 * MIB
+    assert used_bytes(volume) == 16 * MIB + META_BYTES
+
+
 # --- damage -------------------------------------------------------------------------------------------
 
 
@@ -344,7 +360,8 @@ def test_under_fail_damage_ends_the_sidecar(make_service: MakeService) -> None:
     cut(running.directory)
     fatal = running.fatal()
     assert isinstance(fatal, RegionMismatch)
-    assert "has 1048576 bytes, it was made with 8388608" in str(fatal)
+    assert "has 1048576 bytes" in str(fatal)
+    assert "was made with 8388608" in str(fatal)
 
 
 def test_the_owner_s_own_section_is_repaired_from_memory(

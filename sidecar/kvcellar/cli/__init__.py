@@ -5,6 +5,7 @@ install without the sidecar's packages can say what is missing. Reference: docs/
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     _leave_on_sigterm(0 if given[:1] == ["sidecar"] else _TERMINATED)
     try:
-        return _run(given)
+        status = _run(given)
+        sys.stdout.flush()
     except KVCellarError as error:
         sys.stderr.write(f"kvcellar: {error}\n")
         return error.exit_status
@@ -37,11 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"kvcellar: {error.name} is not installed: pip install 'kvcellar[cli]' brings it\n"
         )
         return Unsupported.exit_status
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read the answer has gone; so there is nobody to tell
+    except BrokenPipeError:  # whoever read the answer has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"kvcellar: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    return status
 
 
 def _run(given: list[str]) -> int:

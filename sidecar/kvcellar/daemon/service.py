@@ -104,12 +104,12 @@ class Service:
         for keeper in self._keepers:
             keeper.stop(leave_nothing=self.fatal is not None)
         deadline = time.monotonic() + timeout_s
-        self._supervisor.join(timeout_s)
         for keeper in self._keepers:
             if not keeper.join(deadline - time.monotonic()):
                 logger.warning(
                     "keeper still inside a system call", extra={"engine_id": keeper.engine_id}
                 )
+        self._supervisor.join(max(deadline - time.monotonic(), 0.0))
 
     def status(self) -> Status:
         """Everything that the sidecar shows, as of now."""
