@@ -198,6 +198,46 @@ DEFAULT_HTTP_HOST = "127.0.0.1"
 DEFAULT_HTTP_PORT = 9785
 DEFAULT_ATTACH_TIMEOUT_S = 300.0
 
+# --- Kubernetes ---------------------------------------------------------------------------------------
+
+API_GROUP = "kvcellar.dev"
+API_VERSION = "v1alpha1"
+PROFILE_KIND = "OffloadProfile"
+PROFILE_PLURAL = "offloadprofiles"
+REGION_KIND = "OffloadRegion"
+REGION_PLURAL = "offloadregions"
+
+LABEL_INJECT = "kvcellar.dev/inject"
+"""`"true"` on a pod asks for a sidecar."""
+LABEL_PROFILE = "kvcellar.dev/profile"
+"""Name of the OffloadProfile, in the pod's namespace, that says how."""
+DEFAULT_PROFILE = "default"
+"""The profile of a pod that names none, if its namespace has one of this name."""
+
+ANNOTATION_INJECTED = "kvcellar.dev/injected"
+"""JSON: what was injected (docs/reference/injection.md)."""
+ANNOTATION_SKIPPED = "kvcellar.dev/skipped"
+"""`<Reason>: <sentence>`: why nothing was injected."""
+ANNOTATION_DESIRED = "kvcellar.dev/desired"
+"""JSON: `{podUID, regions: {<engine_id>: {generation, contents, retention}}}`, relayed by the controller."""
+
+CONTAINER_SIDECAR = "kvcellar"
+CONTAINER_WAIT = "kvcellar-wait"
+CONTAINER_PATH = "kvcellar-path"
+VOLUME_SHM = "kvcellar-shm"
+VOLUME_LIBRARY = "kvcellar-lib"
+VOLUME_INFO = "kvcellar-info"
+VOLUME_NO_TOKEN = "kvcellar-no-token"  # noqa: S105 - a volume's name
+"""An empty volume over the path of the service-account token, in containers that need none."""
+PORT_NAME = "kvcellar"
+
+LIBRARY_DIR = "/opt/kvcellar"
+"""Mount of the library volume: `kvcellar install-library` keeps version folders in it, and `current`."""
+LIBRARY_CURRENT = "/opt/kvcellar/current"
+"""The installed library, a link; an engine has it on its PYTHONPATH."""
+DESIRED_FILE = "/etc/kvcellar/desired.json"
+"""Where the sidecar reads the desired state; a missing annotation is an empty file."""
+
 # --- parsing -----------------------------------------------------------------------------------------
 
 _ENGINE_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
