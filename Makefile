@@ -147,7 +147,8 @@ lock: COMPILE := $(UV) pip compile --quiet --python-version 3.11 --generate-hash
 	--no-emit-index-url --no-emit-find-links $(LOCK_ARGS)
 lock: $(UV_STAMP) ## resolve requirements/*.txt anew; LOCK_ARGS=--upgrade takes newer versions
 	$(COMPILE) --universal requirements/uv.in --output-file requirements/uv.txt
-	$(COMPILE) --universal pyproject.toml --extra sidecar --extra cli requirements/dev.in \
+	$(COMPILE) --universal pyproject.toml --extra sidecar --extra cli --extra operator \
+		requirements/dev.in \
 		--output-file requirements/dev.txt
 	$(COMPILE) requirements/vllm.in --override requirements/vllm-overrides.txt \
 		--output-file requirements/vllm.txt
