@@ -1,0 +1,398 @@
+"""The chunk index: which KV chunk, named by a key, lies in which chunk of the region.
+
+It lives in the scheduler and is called by its one thread. It moves no bytes: it hands out chunk ids
+for copies that others make, and is told when they are over. The states of a chunk stand in `states`.
+
+Legal moves, and who makes them:
+
+    - free, or idle (loadable without pins) -> writing: `prepare_store`, which evicts the key
+      of an idle chunk;
+    - writing -> loadable: `complete_store`; writing -> free for the keys that it names as failed;
+    - loadable, pins + 1 / - 1: `prepare_load` / `complete_load`;
+    - idle -> free, pinned -> forgotten: `forget`;
+    - idle -> free, pinned or forgotten -> stale load, writing -> stale store: `reset`;
+    - forgotten or stale load -> free: `complete_load` of the last pin;
+    - stale store -> free: `complete_store`, failed or not;
+    - stale -> free: `abandon_stale`.
+
+Why a late completion is harmless: a key keeps its chunk until the last transfer that knows of it is
+over, and `prepare_store` passes over a key that has one. So at any time a key means one chunk, and a
+completion, which names keys only, cannot be taken for that of another transfer.
+
+Why chunks return to the *end* of the free list: a copy that was reported as failed or given up may
+still write for a moment; the end is where a chunk waits longest.
+
+Time: every call takes time proportional to its own batch, whatever the number of chunks, pinned or
+not; only the constructor, `reset` and `abandon_stale` depend on it. All calls are atomic: one that
+raises, or answers None, has changed nothing.
+
+This module must not know vLLM, requests, tensors or files.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcellar.errors import ConfigurationError
+from kvcellar.index.arc import ArcPolicy
+from kvcellar.index.idlists import IdLists
+from kvcellar.index.keytable import ABSENT, Key, KeyTable
+from kvcellar.index.misuse import require_loadable, require_named, require_pinned, require_storing
+from kvcellar.index.policy import FREE_LIST, NUM_LISTS, LruPolicy, Policy
+from kvcellar.index.states import (
+    ANSWERS,
+    FORGOTTEN,
+    FREE,
+    IDLE,
+    PINNED,
+    STALE_LOAD,
+    STALE_STORE,
+    WRITING,
+    ChunkStates,
+    Lookup,
+)
+
+ChunkIds = npt.NDArray[np.int32]
+"""Chunk ids: (n,) int32, owned by the receiver."""
+
+PolicyName = Literal["lru", "arc"]
+
+_GHOSTS_PER_CHUNK = {"lru": 0, "arc": 1}
+"""How many keys a policy remembers beyond those that have a chunk, by its name."""
+
+
+class StorePlan(NamedTuple):
+    """What `prepare_store` decided. A tuple, because one is made on each call and it is made fastest.
+
+    Attributes:
+        keys: the keys to store, in the order given, each once; those that have a chunk are left out.
+        chunk_ids: (len(keys),) int32, the chunk to write for each of `keys`.
+        evicted: the keys that had to go, in the order of their eviction.
+    """
+
+    keys: list[Key]
+    chunk_ids: ChunkIds
+    evicted: list[Key]
+
+
+class ChunkIndex:
+    """The keys of the chunks `[0, num_chunks)` of one region. The module tells states and moves."""
+
+    def __init__(self, num_chunks: int, policy: PolicyName = "lru") -> None:
+        """Start with every chunk free. With 0 chunks nothing is ever found, and no store fits.
+
+        Raises:
+            ConfigurationError: a negative number of chunks, or no policy has that name.
+        """
+        if num_chunks < 0:
+            raise ConfigurationError(
+                f"a chunk index of {num_chunks} chunks was asked for; it has 0 or more"
+            )
+        if policy not in _GHOSTS_PER_CHUNK:
+            raise ConfigurationError(
+                f"replacement policy {policy!r} was asked for; the policies are 'lru' and 'arc'"
+            )
+        self._num_chunks = num_chunks
+        num_slots = num_chunks * (1 + _GHOSTS_PER_CHUNK[policy])
+        self._table = KeyTable(num_slots)
+        self._lists = IdLists(num_slots, NUM_LISTS)
+        self._lists.append(FREE_LIST, range(num_chunks))
+        self._policy: Policy = (
+            LruPolicy(self._lists, self._table)
+            if policy == "lru"
+            else ArcPolicy(self._lists, self._table, num_chunks)
+        )
+        self._states = ChunkStates(num_chunks, num_slots)
+        self._more_pins: dict[int, int] = {}
+        """Loads in flight beyond the first, of chunks that have more than one."""
+        self._evictions = 0
+
+    # --- counts -----------------------------------------------------------------------------------
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the region. Always `used_chunks + lingering + free`."""
+        return self._num_chunks
+
+    @property
+    def used_chunks(self) -> int:
+        """Chunks that hold KV data or are about to: `loadable + pending`."""
+        return self.loadable + self.pending
+
+    @property
+    def loadable(self) -> int:
+        """Chunks that a lookup finds."""
+        return self._states.count(IDLE) + self._states.count(PINNED)
+
+    @property
+    def pending(self) -> int:
+        """Chunks with a store in flight that will make them loadable."""
+        return self._states.count(WRITING)
+
+    @property
+    def pinned(self) -> int:
+        """Chunks that loads in flight keep from eviction: part of `loadable`."""
+        return self._states.count(PINNED)
+
+    @property
+    def lingering(self) -> int:
+        """Chunks that were dropped while a transfer was in flight: neither used nor free."""
+        of_loads = self._states.count(FORGOTTEN) + self._states.count(STALE_LOAD)
+        return of_loads + self._states.count(STALE_STORE)
+
+    @property
+    def free(self) -> int:
+        """Chunks without a key."""
+        return self._states.count(FREE)
+
+    @property
+    def evictions(self) -> int:
+        """Chunks evicted since the index was made; `reset` and `forget` evict nothing."""
+        return self._evictions
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def lookup(self, key: Key) -> Lookup:
+        """Say what is known of a key; changes nothing, recency neither."""
+        return ANSWERS[self._states.of[self._table.find(key)]]
+
+    def lookup_prefix(self, keys: Sequence[Key]) -> int:
+        """Count the hits before the first key that is none; changes nothing."""
+        return self._table.count_leading(keys, self._states.of, IDLE)
+
+    def chunk_ids(self, keys: Iterable[Key]) -> ChunkIds:
+        """Tell the chunk that each key has, or -1, in the order of the keys; changes nothing.
+
+        For reading marks that are kept by chunk, such as those of failed stores. To load, use
+        `prepare_load`: a key that lookup misses can still have a chunk (see `states`).
+        """
+        ids = np.array(self._table.find_all(keys), dtype=np.int32)
+        ids[ids >= self._num_chunks] = ABSENT
+        return ids
+
+    # --- loads ------------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[Key]) -> ChunkIds:
+        """Pin the chunks of loadable keys, count a use of each, and return their ids.
+
+        A pin keeps a chunk from eviction until `complete_load`. Keys come head of the prefix first;
+        a key given twice in one call is pinned once.
+
+        Returns (len(keys),) int32 in the order of the keys.
+
+        Raises:
+            IndexMisuse: a key is not a hit; nothing is pinned then.
+        """
+        chunks = self._table.find_all(keys)
+        distinct = _distinct(chunks)
+        idle = self._states.having(distinct, IDLE)
+        if len(idle) < len(distinct):
+            require_loadable(keys, chunks, self._states.of)
+            for chunk in self._states.having(distinct, PINNED):
+                self._more_pins[chunk] = self._more_pins.get(chunk, 0) + 1
+        self._states.move(idle, IDLE, PINNED)
+        self._policy.hold(idle)
+        return np.array(chunks, dtype=np.int32)
+
+    def complete_load(self, keys: Collection[Key]) -> None:
+        """Take one pin from each key of a load that is over, whatever came of it.
+
+        Keys may come in any order, as a set for one. Chunks without pins become evictable: the most
+        recently used of all, and among themselves in the order in which they were prepared. Those
+        that were dropped meanwhile become free.
+
+        Raises:
+            IndexMisuse: no load of a key is in flight.
+        """
+        chunks = self._table.find_all(keys)
+        unpinned = self._states.having(chunks, PINNED)
+        if len(unpinned) < len(chunks):
+            require_pinned(keys, chunks, self._states.of)
+        chunks = _distinct(chunks)
+        if self._more_pins:
+            chunks = [chunk for chunk in chunks if not self._take_pin(chunk)]
+        idle = self._states.having(chunks, PINNED)
+        self._states.move(idle, PINNED, IDLE)
+        self._policy.release(idle)
+        if len(idle) < len(chunks):
+            self._free(self._states.having(chunks, FORGOTTEN), FORGOTTEN)
+            self._free(self._states.having(chunks, STALE_LOAD), STALE_LOAD)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Count a use of keys, head of the prefix first.
+
+        Keys that are no hit are ignored, and so are pinned ones: their load counted, and they will be
+        the most recent of all when it is over.
+        """
+        self._policy.use(self._idle_among(keys))
+
+    def refresh(self, keys: Iterable[Key]) -> None:
+        """Make keys recent without counting a use; for LRU the same as `touch`, which also ignores alike.
+
+        For the end of a request: it stored its prefix piece by piece, so that the head has become the
+        oldest. Once its stores are complete, this puts the head where it is evicted last.
+        """
+        self._policy.refresh(self._idle_among(keys))
+
+    # --- stores -----------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Iterable[Key]) -> StorePlan | None:
+        """Give chunks to the keys that have none, evicting idle chunks if too few are free.
+
+        Counts a use of the keys that are loadable already. Never evicts a key of this batch, a pinned
+        or a pending chunk. Keys come head of the prefix first. Each key of the plan has to come back
+        in a `complete_store`.
+
+        Returns the plan, which is empty if there is nothing to store; None if it does not fit, and
+        then nothing has changed.
+        """
+        new = list(dict.fromkeys(keys))
+        slots = self._table.find_all(new)
+        idle: list[int] = []
+        if slots.count(ABSENT) < len(slots):
+            state_of = self._states.of
+            idle = self._states.having(slots, IDLE)
+            pairs = zip(new, slots, strict=True)
+            new = [key for key, slot in pairs if state_of[slot] == FREE]
+            slots = [slot for slot in slots if state_of[slot] == FREE]
+        num_free = min(len(new), self._states.count(FREE))
+        if len(new) - num_free > self._policy.evictable - len(idle):
+            return None
+        # Held, the batch's own chunks cannot become victims of its new keys.
+        if idle:
+            self._policy.hold(idle)
+        free = self._lists.take(FREE_LIST, num_free)
+        placed, evicted = self._policy.admit(new, slots, free)
+        self._table.assign(placed, new)
+        self._states.move(free, FREE, WRITING)
+        self._states.move(placed[num_free:], IDLE, WRITING)
+        self._evictions += len(evicted)
+        if idle:
+            self._policy.release(idle)
+        return StorePlan(new, np.array(placed, dtype=np.int32), evicted)
+
+    def complete_store(self, keys: Collection[Key], failed: Collection[Key] = ()) -> list[Key]:
+        """End stores: stored keys become loadable, failed ones are forgotten and their chunks freed.
+
+        Keys may come in any order, as a set for one, and in other portions than they were planned in.
+        Keys whose store began before a `reset` only free their chunks, failed or not.
+
+        Args:
+            keys: all keys whose store is over.
+            failed: those of them whose bytes did not arrive.
+
+        Returns the keys that have become loadable.
+
+        Raises:
+            IndexMisuse: no store of a key is in flight, or `failed` has a key that is not in `keys`.
+        """
+        distinct = list(dict.fromkeys(keys))
+        chunks = self._table.find_all(distinct)
+        stored, arrived = distinct, self._states.having(chunks, WRITING)
+        if failed or len(arrived) < len(chunks):
+            lost = set(failed)
+            require_storing(distinct, chunks, self._states.of)
+            require_named(lost, distinct)
+            stored, arrived = self._sort_out(distinct, chunks, lost)
+        self._states.move(arrived, WRITING, IDLE)
+        self._policy.release(arrived)
+        return stored
+
+    # --- dropping ---------------------------------------------------------------------------------
+
+    def forget(self, keys: Iterable[Key]) -> list[Key]:
+        """Drop loadable keys, after a load that failed for one; others are ignored.
+
+        A pinned chunk is no longer found and becomes free with its last pin; until then its key
+        cannot be stored again.
+
+        Returns the keys dropped.
+        """
+        chunks = _distinct(self._table.find_all(keys))
+        idle, pinned = self._states.having(chunks, IDLE), self._states.having(chunks, PINNED)
+        dropped = self._table.keys_of(idle + pinned)
+        self._policy.drop_listed(idle)
+        self._policy.drop_held(pinned)
+        self._states.move(pinned, PINNED, FORGOTTEN)
+        self._free(idle, IDLE)
+        return dropped
+
+    def reset(self) -> None:
+        """Drop everything: nothing is found afterwards, and the policy remembers nothing.
+
+        Chunks with a transfer in flight become free when it completes, or by `abandon_stale`.
+
+        Takes time in proportion to the chunks used, for it gives back the memory of their keys
+        (figures in docs/explanation/chunk-index.md). That is not the hot path: it runs when an engine
+        throws its cache away, to sleep or to change weights, which takes seconds.
+        """
+        becomes = {PINNED: STALE_LOAD, FORGOTTEN: STALE_LOAD, WRITING: STALE_STORE}
+        for source, target in becomes.items():
+            self._states.move_all(source, target)
+        self._states.move_all(IDLE, FREE)
+        self._policy.clear()
+        self._table.retain(
+            self._states.all_having(STALE_LOAD) + self._states.all_having(STALE_STORE)
+        )
+
+    def abandon_stale(self) -> int:
+        """Free what waits for transfers from before the last `reset`; returns the number of chunks.
+
+        For callers that do not report those transfers, as vLLM's scheduler does not. Legal once no copy
+        of them can run beside a later store: a chunk freed here may be the next one stored to. A
+        completion that arrives after all is an `IndexMisuse`. Takes one pass over a byte a chunk.
+        """
+        loads, stores = self._states.all_having(STALE_LOAD), self._states.all_having(STALE_STORE)
+        for chunk in loads:
+            self._more_pins.pop(chunk, None)
+        self._free(loads, STALE_LOAD)
+        self._free(stores, STALE_STORE)
+        return len(loads) + len(stores)
+
+    # --- parts of the moves -------------------------------------------------------------------------
+
+    def _idle_among(self, keys: Iterable[Key]) -> list[int]:
+        """The idle chunks of keys, each once, in the order of the keys."""
+        return _distinct(self._table.find_marked(keys, self._states.of, IDLE))
+
+    def _take_pin(self, chunk: int) -> bool:
+        """Take one of several pins; False if the chunk has a single one."""
+        more = self._more_pins.get(chunk, 0)
+        if more > 1:
+            self._more_pins[chunk] = more - 1
+        elif more == 1:
+            del self._more_pins[chunk]
+        return more > 0
+
+    def _free(self, chunks: Sequence[int], source: int) -> None:
+        """Take the keys of chunks that the policy does not have, and put them at the end of the free list."""
+        self._table.remove(self._table.keys_of(chunks))
+        self._table.clear(chunks)
+        self._states.move(chunks, source, FREE)
+        self._lists.append(FREE_LIST, chunks)
+
+    def _sort_out(
+        self, keys: list[Key], chunks: list[int], failed: set[Key]
+    ) -> tuple[list[Key], list[int]]:
+        """Free the chunks of failed and of stale stores; returns the keys and chunks of the others."""
+        state_of = self._states.of
+        stored, arrived, lost = [], [], []
+        for key, chunk in zip(keys, chunks, strict=True):
+            if state_of[chunk] == STALE_STORE:
+                continue
+            if key in failed:
+                lost.append(chunk)
+            else:
+                stored.append(key)
+                arrived.append(chunk)
+        self._free(self._states.having(chunks, STALE_STORE), STALE_STORE)
+        self._policy.drop_held(lost)
+        self._free(lost, WRITING)
+        return stored, arrived
+
+
+def _distinct(chunks: list[int]) -> list[int]:
+    """Each chunk once, in the order given."""
+    return chunks if len(set(chunks)) == len(chunks) else list(dict.fromkeys(chunks))
