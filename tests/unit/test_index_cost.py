@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def steps(call: Callable[[], object]) -> int:
-    """Bytecodes executed by a call."""
+    """Bytecodes executed by a call, without those of callbacks of the garbage collector."""
     count = 0
 
     def trace(frame: FrameType, event: str, _argument: object) -> "TraceFunction":
@@ -31,11 +31,13 @@ def steps(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
