@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcellar.contract import EngineId, Owner
-from kvcellar.errors import ConfigurationError, NotReady, RegionMismatch
+from kvcellar.errors import ConfigurationError, KVCellarError, NotReady, RegionMismatch
 from kvcellar.region import syscalls
+from kvcellar.region.forks import close_in_children
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,12 @@ def engine_of_part(name: str) -> EngineId | None:
     return EngineId(match["id"]) if match else None
 
 
+def data_of_part(name: str) -> str:
+    """Name of the data file whose slots tell whether a data, index or temporary file is held."""
+    match = _DATA.fullmatch(name)
+    return data_name(EngineId(match["id"]), match["nonce"]) if match else name
+
+
 class RegionDirectory:
     """An open directory of regions. Make one with `create` or `open`, end it with `close`."""
 
@@ -76,6 +83,7 @@ class RegionDirectory:
         self.fd = fd
         self.path = path
         self._thread_lock = threading.Lock()
+        close_in_children(self)
 
     @classmethod
     def create(
@@ -91,7 +99,13 @@ class RegionDirectory:
         Raises:
             ConfigurationError: it cannot hold regions; the message says why and what to do.
         """
-        parent_fd = _open_parent(path)
+        try:
+            parent_fd = _open_parent(path)
+        except FileNotFoundError as error:
+            raise ConfigurationError(
+                f"{path.parent} does not exist: mount the pod's memory-backed volume there, or set KVCELLAR_ROOT to "
+                "where it is"
+            ) from error
         try:
             made = _make(path, parent_fd)
             fd = _open_directory(path, parent_fd)
@@ -125,9 +139,13 @@ class RegionDirectory:
 
     def close(self) -> None:
         """Close the descriptor."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def close_in_child(self) -> None:
+        """Close the descriptor: a child that kept it would keep the big lock of a killed parent."""
+        self.close()
 
     @contextmanager
     def lock(self, timeout_s: float = 10.0) -> Iterator[None]:
@@ -172,7 +190,7 @@ class RegionDirectory:
         """Open an existing regular file of the directory on a description of its own.
 
         Raises:
-            FileNotFoundError: there is no such name.
+            FileNotFoundError: there is no such name (any more).
             RegionMismatch: it is a link, a directory, a device, a FIFO, or has more than one name.
             ConfigurationError: this process may not open it.
         """
@@ -190,6 +208,8 @@ class RegionDirectory:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             os.close(fd)
+            if status.st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "removed while it was opened", name)
             kind = (
                 "has more than one name" if stat.S_ISREG(status.st_mode) else "is no regular file"
             )
@@ -228,6 +248,15 @@ class RegionDirectory:
         os.unlink(name, dir_fd=self.fd)
         return True
 
+    def unlink_regular(self, name: str) -> bool:
+        """Remove a name that leads to a regular file with no other name; anything else is not ours."""
+        try:
+            os.close(self.open_file(name, os.O_RDONLY))
+            os.unlink(name, dir_fd=self.fd)
+        except (KVCellarError, FileNotFoundError):
+            return False
+        return True
+
 
 def _open_parent(path: Path) -> int:
     if path.name in ("", "..", "."):
@@ -247,7 +276,8 @@ def _open_parent(path: Path) -> int:
 
 def _make(path: Path, parent_fd: int) -> bool:
     try:
-        os.mkdir(path.name, 0o700, dir_fd=parent_fd)
+        # Open to the group at once: an engine that comes before the mode is set has only to wait.
+        os.mkdir(path.name, 0o750, dir_fd=parent_fd)
     except FileExistsError:
         return False
     except OSError as error:
@@ -301,9 +331,13 @@ def _check_filesystem(path: Path, fd: int, any_filesystem: bool) -> None:
 
 def _set_mode(path: Path, fd: int, parent_fd: int, mode: int, made: bool) -> None:
     if made or stat.S_IMODE(os.fstat(fd).st_mode) != mode:
-        os.fchmod(
-            fd, mode
-        )  # a plain mode without 02000 would drop setgid, and the files their group
+        try:
+            # A plain mode without 02000 would drop setgid, and with it the group of the files.
+            os.fchmod(fd, mode)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the mode of {path} cannot be set to {mode:o} ({error.strerror}): mount the volume writable"
+            ) from error
     status, parent = os.fstat(fd), os.fstat(parent_fd)
     wanted = parent.st_gid if parent.st_mode & stat.S_ISGID else status.st_gid
     if not status.st_mode & stat.S_ISGID or status.st_gid != wanted:

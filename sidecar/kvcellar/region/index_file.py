@@ -59,6 +59,10 @@ class FailureMarks:
         self._geometry = geometry
         self._cleared = 0
 
+    def close(self) -> None:
+        """Forget the descriptor, whose number may soon be another file's; nothing is marked any more."""
+        self._fd = -1
+
     def mark(self, rank: int, chunk: int) -> None:
         """Say that the last store of `rank` into `chunk` failed. Only the rank that writes this range.
 
@@ -67,6 +71,8 @@ class FailureMarks:
         """
         copy = self._geometry.range_index(rank)
         position = self._position(copy, chunk)
+        if self._fd < 0:
+            return
         if os.pread(self._fd, 1, position) == _BAD:
             return
         os.pwrite(self._fd, _BAD, position)
@@ -82,6 +88,8 @@ class FailureMarks:
         Raises:
             IndexMisuse: there is no such chunk.
         """
+        if self._fd < 0:
+            return set()
         copies = self._geometry.copies
         raw = os.pread(self._fd, copies * _COUNT.size, _COUNTS_AT)
         marked = sum(

@@ -3,16 +3,22 @@
 `join` is the one way in. Under the big lock it opens the page and the files that the page names, looks
 at the held slots, asks a rule of admission, and takes a free slot: so no two processes can take one
 slot, and nobody comes in between a look and a take.
+
+No rule lets a process in beside a slot of another engine start. For rank 0 alone that would not be
+enough: between its taking a slot and its writing the session the page still shows the old session, and
+a late rank of that one would come in beside it.
 """
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcellar.contract import EngineId, RegionState, Role
 from kvcellar.errors import (
+    ConfigurationError,
     KVCellarError,
     NoFreeSlot,
     NotReady,
@@ -22,15 +28,15 @@ from kvcellar.errors import (
 )
 from kvcellar.region import file, locks, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.forks import close_in_children
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SlotRow
 from kvcellar.region.metafile import MetaContents
+from kvcellar.region.states import ATTACHABLE
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _REPORT_S = 10.0
-ATTACHABLE = frozenset({RegionState.RESERVED, RegionState.READY})
-"""States in which every page is promised, so that an engine may attach."""
 _RESTART = "restart the sidecar container, which makes the region anew once nobody holds it"
 
 
@@ -52,6 +58,28 @@ class JoinRequest:
     fingerprint: str = ""
     timeout_s: float = 300.0
 
+    def __post_init__(self) -> None:
+        """Refuse what could not be written into the page.
+
+        Raises:
+            ConfigurationError: with the value and the rule.
+        """
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"rank {self.rank} of world size {self.world_size} cannot attach to region {self.engine_id}: a rank is "
+                "in [0, world size); fold it with fold_rank first"
+            )
+        if not re.fullmatch("[0-9a-f]{32}", self.session):
+            raise ConfigurationError(
+                f"session {self.session!r} cannot be used for region {self.engine_id}: a session is 32 hexadecimal "
+                "digits, the same in all processes of one engine start"
+            )
+        if not re.fullmatch("[0-9a-f]{0,64}", self.fingerprint):
+            raise ConfigurationError(
+                f"fingerprint {self.fingerprint!r} cannot be used for region {self.engine_id}: a fingerprint is up to "
+                "64 hexadecimal digits"
+            )
+
 
 class Place:
     """Open descriptors and a held slot while a process joins, and afterwards inside `Participant`."""
@@ -62,12 +90,13 @@ class Place:
         self.index_fd = index_fd
         self.slot = -1
         self.row = SlotRow("0" * 32, Role.WORKER, 0, 0.0)
+        close_in_children(self)
 
     @classmethod
     def open(
         cls, directory: RegionDirectory, meta_fd: int, engine_id: EngineId, owner: OwnerSection
     ) -> "Place":
-        """Open what the page names; the data file has to be the very one, whole."""
+        """Open what the page names; the data file has to be the very one, whole. Takes `meta_fd` over."""
         name = data_name(engine_id, owner.nonce)
         try:
             data_fd = directory.open_file(name)
@@ -92,20 +121,29 @@ class Place:
         return place
 
     def take(self, slot: int, row: SlotRow) -> None:
-        """Take a free slot and write its row. Call it under the big lock, which makes it free of races."""
+        """Write the row of a free slot and take it. Call it under the big lock, which makes it free of races.
+
+        The row first: a process killed in between must not leave a child that holds the slot under the
+        row of its last holder.
+        """
+        metafile.write_slot(self.meta_fd, slot, row)
         if not locks.try_lock(self.data_fd, locks.SLOT_BASE + slot):
             raise NoFreeSlot(
                 f"slot {slot} of the region was taken at the same moment: start the engine again"
             )
         self.slot, self.row = slot, row
-        metafile.write_slot(self.meta_fd, slot, row)
 
     def close(self) -> None:
         """Close, never unlock: in a forked child an unlock would free the parent's slot."""
-        for fd in (self.index_fd, self.data_fd, self.meta_fd):
+        fds = self.index_fd, self.data_fd, self.meta_fd
+        self.meta_fd = self.data_fd = self.index_fd = -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self.meta_fd = self.data_fd = self.index_fd = -1
+
+    def close_in_child(self) -> None:
+        """Close the descriptors: a child that kept them would hold the slot of a killed parent."""
+        self.close()
 
 
 # --- when a process may come in: a sentence why not yet, or an empty one ----------------------------------
@@ -123,9 +161,9 @@ def others_are_gone(request: JoinRequest, contents: MetaContents, held: list[int
 
 
 def session_is_ours(request: JoinRequest, contents: MetaContents, held: list[int]) -> str:
-    """A rank above 0 comes in once rank 0 has opened its session."""
+    """A rank above 0 comes in once rank 0 has opened its session, and beside no other session."""
     if contents.session is not None and contents.session.session == request.session:
-        return ""
+        return others_are_gone(request, contents, held)
     return f"rank 0 has not opened this engine start's session on region {request.engine_id}"
 
 
@@ -236,8 +274,10 @@ def _not_attachable(
     reserved = 0
     try:
         data_fd = directory.open_file(data_name(request.engine_id, owner.nonce), os.O_RDONLY)
-        reserved = file.reserved_bytes(data_fd)
-        os.close(data_fd)
+        try:
+            reserved = file.reserved_bytes(data_fd)
+        finally:
+            os.close(data_fd)
     except FileNotFoundError:
         pass
     return _Wait(f"region {request.engine_id} is {owner.state}", reserved)

@@ -16,8 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvcellar.contract import EngineId, RegionState
-from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionHeld
-from kvcellar.region import locks, metafile, syscalls
+from kvcellar.errors import (
+    ConfigurationError,
+    DoesNotFit,
+    KVCellarError,
+    MetadataDamaged,
+    RegionHeld,
+)
+from kvcellar.region import file, locks, metafile, syscalls
 from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import (
     RegionDirectory,
@@ -26,11 +32,10 @@ from kvcellar.region.directory import (
     meta_name,
     temporary_name,
 )
-from kvcellar.region.index_file import index_bound_bytes
 from kvcellar.region.memory import TMPFS, plan
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection
-from kvcellar.region.promises import promised_bytes
-from kvcellar.region.states import RegionRequest
+from kvcellar.region.promises import needed_bytes, promised_bytes
+from kvcellar.region.states import ATTACHABLE, RegionRequest
 
 LimitReader = Callable[[], list[Limit]]
 """Reads the limits now; called again at each step, since neighbours grow meanwhile."""
@@ -49,8 +54,8 @@ class RegionFiles:
 def adopt(directory: RegionDirectory, request: RegionRequest) -> RegionFiles | None:
     """Take over the engine's region if there is one; None if one has to be made.
 
-    A held region is adopted as it is. One whose data file is gone, cut or of another capacity is
-    removed if nobody holds it.
+    A held region is adopted as it is. One that nobody holds is removed if its data file is gone, cut or of
+    another capacity, or if its page has damage that no owner can repair.
 
     Raises:
         RegionHeld: another process owns it.
@@ -71,9 +76,12 @@ def adopt(directory: RegionDirectory, request: RegionRequest) -> RegionFiles | N
             )
         owner = metafile.read_owner(meta_fd)
         data_fd = _open_data(directory, request.engine_id, owner)
-        if data_fd is not None and _still_wanted(data_fd, owner, request):
-            owner = replace(owner, settled_bytes=min(owner.settled_bytes, owner.capacity_bytes))
-            files = RegionFiles(owner, meta_fd, data_fd, is_adopted=True)
+        if data_fd is not None and _still_wanted(meta_fd, data_fd, owner, request):
+            settled = min(owner.settled_bytes, owner.capacity_bytes)
+            taken = replace(owner, settled_bytes=settled, kind=request.kind)
+            if taken != owner:
+                metafile.write_owner(meta_fd, taken)
+            files = RegionFiles(taken, meta_fd, data_fd, is_adopted=True)
             meta_fd, data_fd = -1, None
             return files
         remove(directory, request.engine_id, owner, identity(meta_fd))
@@ -93,7 +101,7 @@ def create(
         DoesNotFit: a limit leaves too little; nothing was made.
         ConfigurationError: the volume does not let files be made.
     """
-    asked = request.capacity_bytes + index_bound_bytes(request.capacity_bytes)
+    asked = needed_bytes(request.capacity_bytes)
     decided = plan(asked, read_limits(), promised_bytes(directory))
     if not decided.fits:
         raise decided.refusal(request.engine_id)
@@ -132,7 +140,7 @@ def remove(
     if directory.unlink_if(meta_name(engine_id), meta):
         data = (owner.data_device, owner.data_inode)
         directory.unlink_if(data_name(engine_id, owner.nonce), data)
-        _unlink_quietly(directory, index_name(engine_id, owner.nonce))
+        directory.unlink_regular(index_name(engine_id, owner.nonce))
 
 
 def identity(fd: int) -> tuple[int, int]:
@@ -164,13 +172,29 @@ def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSect
     return directory.open_file(name)
 
 
-def _still_wanted(data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
+def _still_wanted(meta_fd: int, data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
     """Adopt what is held, and what is whole and as asked."""
     if locks.held_slots(data_fd, MAX_SLOTS):
         return True
-    whole = os.fstat(data_fd).st_size == owner.capacity_bytes
     same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
-    return whole and same
+    return same and _is_whole(data_fd, owner) and _is_readable(meta_fd)
+
+
+def _is_whole(data_fd: int, owner: OwnerSection) -> bool:
+    """Whether the file has its size, and every page that the state promises."""
+    has_pages = (
+        owner.state not in ATTACHABLE or file.reserved_bytes(data_fd) >= owner.capacity_bytes
+    )
+    return has_pages and os.fstat(data_fd).st_size == owner.capacity_bytes
+
+
+def _is_readable(meta_fd: int) -> bool:
+    """Whether rank 0 of the next engine start can read the page; its session section is not the owner's."""
+    try:
+        metafile.read_contents(meta_fd)
+    except MetadataDamaged:
+        return False
+    return True
 
 
 def _unlink_quietly(directory: RegionDirectory, name: str) -> None:
@@ -178,8 +202,13 @@ def _unlink_quietly(directory: RegionDirectory, name: str) -> None:
         os.unlink(name, dir_fd=directory.fd)
 
 
-def as_refusal(error: OSError | KVCellarError, request: RegionRequest) -> KVCellarError:
-    """What the kernel's answer means to the person who asked for the capacity."""
+def as_refusal(
+    error: OSError | KVCellarError, request: RegionRequest, had_bytes: int = 0
+) -> KVCellarError:
+    """What the kernel's answer means to the person who asked for the capacity.
+
+    `had_bytes`: what the region had taken when the limit was reached.
+    """
     if isinstance(error, KVCellarError):
         return error
     limits = {errno.ENOSPC: TMPFS, errno.EBUSY: "memory cgroup", errno.ENOMEM: "node"}
@@ -190,9 +219,10 @@ def as_refusal(error: OSError | KVCellarError, request: RegionRequest) -> KVCell
             "volume at KVCELLAR_DIR"
         )
     return DoesNotFit(
-        f"region {request.engine_id} needs {request.capacity_bytes} bytes, but the {name} limit was reached while "
-        "reserving it: memory that was free at the plan is in use now; lower KVCELLAR_CAPACITY or raise the limit",
+        f"region {request.engine_id} needs {request.capacity_bytes} bytes, but the {name} limit was reached when "
+        f"it had {had_bytes} bytes: memory that was free at the plan is in use now; lower KVCELLAR_CAPACITY or raise "
+        "the limit",
         asked_bytes=request.capacity_bytes,
-        free_bytes=0,
+        free_bytes=had_bytes,
         binding_limit=name,
     )

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from kvcellar.errors import MetadataDamaged
 from kvcellar.region import metadata
-from kvcellar.region.metadata import OwnerSection, Section, SessionSection, SlotRow
+from kvcellar.region.metadata import OwnerSection, ReadSection, Section, SessionSection, SlotRow
 
 _READ_TRIES = 5
 _READ_PAUSE_S = 0.002
@@ -23,11 +23,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class MetaContents:
-    """All sections of a page as one reader saw them; a damaged slot row is left out."""
+    """All sections of a page as one reader saw them; a damaged slot row is left out.
+
+    `owner_needs_repair`: one copy of the owner section is bad, the other served.
+    """
 
     owner: OwnerSection
     session: SessionSection | None
     rows: dict[int, SlotRow]
+    owner_needs_repair: bool
 
 
 def read_contents(fd: int) -> MetaContents:
@@ -108,19 +112,24 @@ def _stable(fd: int, parse: Callable[[bytes], _T]) -> _T:
     raise MetadataDamaged("the metadata page cannot be read")
 
 
-def _parse_owner(page: bytes) -> OwnerSection:
+def _owner_section(page: bytes) -> ReadSection:
     metadata.check_header(page)
     found = metadata.read_section(page, metadata.OWNER_AT)
     if found is None:
         raise MetadataDamaged("the owner section of the metadata page is empty")
-    return metadata.unpack_owner(found.payload)
+    return found
+
+
+def _parse_owner(page: bytes) -> OwnerSection:
+    return metadata.unpack_owner(_owner_section(page).payload)
 
 
 def _parse(page: bytes) -> MetaContents:
-    owner = _parse_owner(page)
+    own = _owner_section(page)
+    owner = metadata.unpack_owner(own.payload)
     found = metadata.read_section(page, metadata.SESSION_AT)
     session = None if found is None else metadata.unpack_session(found.payload)
-    return MetaContents(owner, session, _parse_rows(page))
+    return MetaContents(owner, session, _parse_rows(page), own.needs_repair)
 
 
 def _parse_rows(page: bytes) -> dict[int, SlotRow]:

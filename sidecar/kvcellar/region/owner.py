@@ -18,6 +18,7 @@ from kvcellar.contract import EngineId, RegionState
 from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionMismatch
 from kvcellar.region import file, locks, making, metadata, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, meta_name
+from kvcellar.region.forks import close_in_children
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import plan
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SessionSection, SlotRow
@@ -71,6 +72,7 @@ class OwnedRegion:
         self._meta_identity = making.identity(files.meta_fd)
         self._read_limits = read_limits
         self.is_adopted = files.is_adopted
+        close_in_children(self)
 
     # --- make or adopt (protocol steps 1 to 3) -----------------------------------------------------------
 
@@ -115,6 +117,7 @@ class OwnedRegion:
         Raises:
             DoesNotFit: memory vanished meanwhile. What this region took is given back; the state is
                 still Reserving, `fail` says so to everybody.
+            RegionMismatch: the data file was cut by somebody.
         """
         if self._owner.state is not RegionState.RESERVING:
             return
@@ -132,9 +135,10 @@ class OwnedRegion:
                 maker.make(offset, length)
                 file.reserve_step(self._data_fd, offset, length)
             except (OSError, DoesNotFit) as error:
+                had = self.reserved_bytes()
                 file.free_all(self._data_fd, capacity)
                 self._publish(replace(self._owner, settled_bytes=0, huge_page_bytes=0))
-                raise making.as_refusal(error, self._request) from error
+                raise making.as_refusal(error, self._request, had) from error
             huge = min(huge_before + maker.made_bytes, capacity)
             spent = spent_before + time.monotonic() - began
             self._publish(
@@ -142,6 +146,9 @@ class OwnedRegion:
                     self._owner, huge_page_bytes=huge, settled_bytes=huge, reserve_seconds=spent
                 )
             )
+        status = os.fstat(self._data_fd)
+        if status.st_size != capacity or self.reserved_bytes() < capacity:
+            raise RegionMismatch(self._cut_message())
         self._move(RegionState.RESERVED, "")
 
     def settle(self, should_stop: StopFlag) -> None:
@@ -221,10 +228,9 @@ class OwnedRegion:
         try:
             contents = metafile.read_contents(self._meta_fd)
             session, rows = contents.session, contents.rows
-            if contents.owner != self._owner:
-                damage = (
-                    damage
-                    or "the owner section of the metadata page was changed by another process"
+            if contents.owner != self._owner or contents.owner_needs_repair:
+                damage = damage or (
+                    "the owner section of the metadata page was damaged or changed by another process"
                 )
         except KVCellarError as error:
             damage = damage or str(error)
@@ -261,22 +267,32 @@ class OwnedRegion:
         self.close()
         return True
 
-    def remove_names(self) -> None:
-        """Remove the names whoever holds the region: its memory goes with the last holder.
+    def remove_names(self, session: str) -> bool:
+        """Remove the names of a region that only `session` holds: its memory goes with the last holder.
 
-        Only for an engine that owns its region and could not start: the holders are its own ranks, which
-        leave as well.
+        Only for an engine that owns its region and ends: the holders are its own ranks, which leave as
+        well. False, and the names stay, if ranks of an earlier engine start linger.
         """
         with self._directory.lock():
+            held = locks.held_slots(self._data_fd, MAX_SLOTS)
+            rows = metafile.read_contents(self._meta_fd).rows if held else {}
+            if any(slot not in rows or rows[slot].session != session for slot in held):
+                return False
             making.remove(self._directory, self.engine_id, self._owner, self._meta_identity)
         self.close()
+        return True
 
     def close(self) -> None:
         """Give the ownership up and keep the files: the next owner adopts them."""
-        for fd in (self._meta_fd, self._data_fd):
+        fds = self._meta_fd, self._data_fd
+        self._meta_fd = self._data_fd = -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self._meta_fd = self._data_fd = -1
+
+    def close_in_child(self) -> None:
+        """Close the descriptors: a child that kept them would own the region of a killed parent."""
+        self.close()
 
     # --- inside ------------------------------------------------------------------------------------------
 
@@ -287,7 +303,9 @@ class OwnedRegion:
             return
         decided = plan(step, self._read_limits())
         if not decided.fits:
-            raise replace(decided, asked_bytes=self._owner.capacity_bytes).refusal(self.engine_id)
+            there_is = decided.free_bytes + self.reserved_bytes()
+            asked = self._owner.capacity_bytes
+            raise replace(decided, asked_bytes=asked, free_bytes=there_is).refusal(self.engine_id)
 
     def _file_damage(self) -> str:
         name = data_name(self.engine_id, self._owner.nonce)
@@ -301,8 +319,9 @@ class OwnedRegion:
 
     def _cut_message(self) -> str:
         return (
-            f"the data file of region {self.engine_id} has {os.fstat(self._data_fd).st_size} bytes, it was made with "
-            f"{self._owner.capacity_bytes}: another process of this pod cut or grew it"
+            f"the data file of region {self.engine_id} has {os.fstat(self._data_fd).st_size} bytes "
+            f"({self.reserved_bytes()} of them reserved), it was made with {self._owner.capacity_bytes}: another "
+            "process of this pod cut or grew it"
         )
 
     def _move(self, state: RegionState, reason: str) -> None:
@@ -310,7 +329,7 @@ class OwnedRegion:
             raise RegionMismatch(
                 f"region {self.engine_id} cannot go from {self._owner.state} to {state}"
             )
-        self._publish(replace(self._owner, state=state, reason=reason))
+        self._publish(replace(self._owner, state=state, reason=metadata.fit_reason(reason)))
         logger.info("region %s is %s%s", self.engine_id, state, f": {reason}" if reason else "")
 
     def _publish(self, owner: OwnerSection) -> None:

@@ -18,7 +18,6 @@ removed is never made again from this side.
 """
 
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -59,8 +58,6 @@ class Participant:
         self._pid = os.getpid()
         self.session = session
         self.marks = FailureMarks(place.index_fd, session.geometry)
-        close_in_child = weakref.WeakMethod(place.close)
-        os.register_at_fork(after_in_child=lambda: _call(close_in_child))
 
     @property
     def geometry(self) -> Geometry:
@@ -119,6 +116,7 @@ class Participant:
     def close(self) -> None:
         """Leave: the slot goes with the last descriptor and mapping. Safe to call again, or in a child."""
         if os.getpid() == self._pid:
+            self.marks.close()
             self._place.close()
             self._directory.close()
 
@@ -176,13 +174,16 @@ def join_session(
     """
     place, contents = join(directory, request, session_is_ours)
     session = contents.session
-    own = geometry_of(contents.owner.capacity_bytes)
-    if session is None or session.geometry != own:
+    try:
+        own = geometry_of(contents.owner.capacity_bytes)
+        if session is None or session.geometry != own:
+            raise RanksDisagree(
+                f"rank {request.rank} computes {own} for region {request.engine_id}, rank 0 wrote "
+                f"{session.geometry if session else None}: all ranks need the same vLLM, model and settings"
+            )
+    except KVCellarError:
         place.close()
-        raise RanksDisagree(
-            f"rank {request.rank} computes {own} for region {request.engine_id}, rank 0 wrote "
-            f"{session.geometry if session else None}: all ranks need the same vLLM, model and settings"
-        )
+        raise
     return Participant(directory, request, place, session)
 
 
@@ -197,9 +198,3 @@ def join_scheduler(directory: RegionDirectory, request: JoinRequest) -> Particip
         place.close()
         raise NotReady(f"region {request.engine_id} has no session")
     return Participant(directory, request, place, contents.session)
-
-
-def _call(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    function = method()
-    if function is not None:
-        function()

@@ -1,7 +1,8 @@
-"""What the other regions of a directory have been promised but have not taken yet.
+"""What a region takes in all, and what regions have been promised but have not taken yet.
 
 A plan that looked only at free bytes would let two owners that start together both pass; the second
-one counts what the first still has to reserve.
+one counts what the first still has to reserve. The index file is promised to every region: rank 0 of
+its engine sizes it, long after the plan.
 """
 
 import os
@@ -9,11 +10,18 @@ import os
 from kvcellar.contract import RegionState
 from kvcellar.errors import KVCellarError
 from kvcellar.region import file, metafile
-from kvcellar.region.directory import RegionDirectory, data_name, engine_of_meta
+from kvcellar.region.directory import RegionDirectory, data_name, engine_of_meta, index_name
+from kvcellar.region.index_file import index_bound_bytes
+from kvcellar.region.metadata import META_BYTES
+
+
+def needed_bytes(capacity_bytes: int) -> int:
+    """What a new region of that capacity takes of the volume: data, metadata page and index file."""
+    return capacity_bytes + META_BYTES + index_bound_bytes(capacity_bytes)
 
 
 def promised_bytes(directory: RegionDirectory) -> int:
-    """Sum of capacity minus reserved bytes over all regions in state Reserving. Call it under the lock.
+    """What all regions have yet to take: the data of those still Reserving, and index files. Under the lock.
 
     A region that cannot be read promises nothing: its owner will not go on reserving it.
     """
@@ -30,12 +38,18 @@ def _outstanding(directory: RegionDirectory, name: str) -> int:
             owner = metafile.read_owner(meta_fd)
         finally:
             os.close(meta_fd)
-        if owner.state is not RegionState.RESERVING:
-            return 0
-        data_fd = directory.open_file(data_name(engine_id, owner.nonce), os.O_RDONLY)
-        try:
-            return max(owner.capacity_bytes - file.reserved_bytes(data_fd), 0)
-        finally:
-            os.close(data_fd)
+        index = index_name(engine_id, owner.nonce)
+        missing = _missing(directory, index, index_bound_bytes(owner.capacity_bytes))
+        if owner.state is RegionState.RESERVING:
+            missing += _missing(directory, data_name(engine_id, owner.nonce), owner.capacity_bytes)
     except (KVCellarError, FileNotFoundError):
         return 0
+    return missing
+
+
+def _missing(directory: RegionDirectory, name: str, whole_bytes: int) -> int:
+    fd = directory.open_file(name, os.O_RDONLY)
+    try:
+        return max(whole_bytes - file.reserved_bytes(fd), 0)
+    finally:
+        os.close(fd)

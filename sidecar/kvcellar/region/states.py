@@ -34,6 +34,9 @@ LEGAL_MOVES: dict[RegionState, frozenset[RegionState]] = {
     RegionState.RELEASED: frozenset(),
 }
 
+ATTACHABLE = frozenset({RegionState.RESERVED, RegionState.READY})
+"""States in which every page is promised, so that an engine may attach."""
+
 
 @dataclass(frozen=True, slots=True)
 class RegionRequest:

@@ -15,6 +15,7 @@ from kvcellar.region import file, locks, making, metafile
 from kvcellar.region.directory import (
     RegionDirectory,
     data_name,
+    data_of_part,
     engine_of_meta,
     engine_of_part,
     index_name,
@@ -137,7 +138,7 @@ def reclaim_loose(directory: RegionDirectory) -> list[LooseFile]:
             for found in _survey(directory).loose
             if found.kind is LooseKind.PART and not found.is_held
         ]
-        return [found for found in garbage if _unlink_regular(directory, found.name)]
+        return [found for found in garbage if directory.unlink_regular(found.name)]
 
 
 def reclaim_dead_engines(directory: RegionDirectory) -> list[EngineId]:
@@ -198,14 +199,5 @@ def _loose(directory: RegionDirectory, name: str) -> LooseFile:
         size = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_blocks * 512
     except FileNotFoundError:
         size = 0
-    return LooseFile(name, kind, size, is_held=kind is LooseKind.PART and _held(directory, name))
-
-
-def _unlink_regular(directory: RegionDirectory, name: str) -> bool:
-    """Remove a name that leads to a regular file with one name; anything else is not ours."""
-    try:
-        os.close(directory.open_file(name, os.O_RDONLY))
-        os.unlink(name, dir_fd=directory.fd)
-    except (KVCellarError, FileNotFoundError):
-        return False
-    return True
+    holds = kind is LooseKind.PART and _held(directory, data_of_part(name))
+    return LooseFile(name, kind, size, is_held=holds)

@@ -12,6 +12,7 @@ as the sidecar, and the scheduler removes its names once everybody holds it, so 
 """
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -23,12 +24,17 @@ from kvcellar.contract import (
     DEFAULT_ROOT,
     DIRECTORY_NAME,
     Direction,
-    EngineId,
     Owner,
     Role,
     parse_engine_id,
 )
-from kvcellar.errors import ConfigurationError, KVCellarError, NotReady, RanksDisagree
+from kvcellar.errors import (
+    ConfigurationError,
+    KVCellarError,
+    NotReady,
+    RanksDisagree,
+    RegionHeld,
+)
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
@@ -103,6 +109,7 @@ class Region:
         self._mapping = mapping
         self._owned = owned
         self._counters = Counters()
+        self._pid = os.getpid()
         self.rank = rank
 
     @property
@@ -124,6 +131,11 @@ class Region:
     def session(self) -> str:
         """The session, 32 hexadecimal digits."""
         return self._participant.session.session
+
+    @property
+    def data_identity(self) -> tuple[int, int]:
+        """(device, inode) of the data file."""
+        return self._participant.data_identity
 
     @property
     def generation(self) -> int:
@@ -158,13 +170,15 @@ class Region:
         self._participant.report(self._counters, pinned=is_pinned)
 
     def close(self) -> None:
-        """Unmap, leave the slot, and end an owned region's ownership. Safe to call again."""
+        """Unmap, leave the slot, and end an owned region with its names. Safe to call again, or in a child."""
+        if os.getpid() != self._pid:
+            return
         if self._mapping is not None:
             self._mapping.close()
+        owned, self._owned = self._owned, None
+        if owned is not None:
+            _end(owned, self.session)
         self._participant.close()
-        if self._owned is not None:
-            self._owned.close()
-            self._owned = None
 
 
 class SchedulerHandle:
@@ -232,20 +246,12 @@ def attach(
         KVCellarError: other causes, see `region.participants`; this rank's own error wins over the others'.
     """
     options = options or AttachOptions()
-    request = JoinRequest(
-        parse_engine_id(engine_id),
-        options.session,
-        Role.WORKER,
-        rank,
-        world_size,
-        options.fingerprint,
-        options.timeout_s,
-    )
 
     def geometry_of(capacity_bytes: int) -> Geometry:
         return Geometry.compute(capacity_bytes, chunk_bytes, world_size, options.layout)
 
-    attempt = _Attempt(request, options)
+    attempt = _Attempt(rank, options)
+    attempt.run(lambda: attempt.prepare(engine_id, world_size))
     attempt.run(lambda: attempt.open_session(geometry_of) if rank == 0 else None)
     verdict = attempt.agree()[0]
     attempt.run(lambda: attempt.enter(geometry_of, verdict))
@@ -256,9 +262,10 @@ def attach(
 class _Attempt:
     """One rank's way into the region: runs steps, keeps the first error, undoes everything on failure."""
 
-    def __init__(self, request: JoinRequest, options: AttachOptions) -> None:
-        self._request = request
+    def __init__(self, rank: int, options: AttachOptions) -> None:
+        self._rank = rank
         self._options = options
+        self._prepared: JoinRequest | None = None
         self._error: KVCellarError | None = None
         self._directory: RegionDirectory | None = None
         self._participant: Participant | None = None
@@ -274,11 +281,29 @@ class _Attempt:
         except KVCellarError as error:
             self._error = error
         except OSError as error:
-            self._error = NotReady(f"rank {self._request.rank} cannot attach: {error}")
+            self._error = NotReady(f"rank {self._rank} cannot attach: {error}")
+
+    def prepare(self, engine_id: str, world_size: int) -> None:
+        """Check the arguments. A step like others, so that a rank with bad ones is heard of by all."""
+        self._prepared = JoinRequest(
+            parse_engine_id(engine_id),
+            self._options.session,
+            Role.WORKER,
+            self._rank,
+            world_size,
+            self._options.fingerprint,
+            self._options.timeout_s,
+        )
+
+    @property
+    def _request(self) -> JoinRequest:
+        if self._prepared is None:  # steps behind a failed `prepare` are not run
+            raise NotReady(f"rank {self._rank} has not prepared to attach")
+        return self._prepared
 
     def agree(self) -> list[_Outcome]:
         """One collective call: tell the others how it went so far, and hear it from them."""
-        mine = _Outcome(self._request.rank, str(self._error) if self._error else "", self._seen())
+        mine = _Outcome(self._rank, str(self._error) if self._error else "", self._seen())
         try:
             heard = self._options.exchange(mine)
         except BaseException:
@@ -320,8 +345,8 @@ class _Attempt:
             )
         if self._error is not None or self._participant is None:
             self._undo()
-            raise self._error or NotReady(f"rank {self._request.rank} did not attach")
-        return Region(self._participant, self._mapping, self._request.rank, self._owned)
+            raise self._error or NotReady(f"rank {self._rank} did not attach")
+        return Region(self._participant, self._mapping, self._rank, self._owned)
 
     def _seen(self) -> tuple[object, ...]:
         if self._participant is None:
@@ -356,24 +381,44 @@ class _Attempt:
         request = RegionRequest(
             self._request.engine_id, self._options.capacity_bytes, kind=Owner.ENGINE
         )
-        self._owned = OwnedRegion.acquire(directory, request, lambda: read_limits(directory.fd))
+        self._owned = self._acquire(directory, request)
         self._owned.reserve(_never)
         self._owned.settle(_never)
 
+    def _acquire(self, directory: RegionDirectory, request: RegionRequest) -> OwnedRegion:
+        """Own the region, once a rank 0 that lingers from an earlier start of this engine has gone."""
+        deadline = time.monotonic() + self._options.timeout_s
+        while True:
+            try:
+                return OwnedRegion.acquire(directory, request, lambda: read_limits(directory.fd))
+            except RegionHeld:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLL_S)
+
     def _undo(self) -> None:
-        """Leave in reverse order; an owned region that was just made goes as well."""
+        """Leave; an owned region goes with its names, for which the directory has still to be open."""
         if self._mapping is not None:
             self._mapping.close()
+        if self._owned is not None:
+            _end(self._owned, self._options.session)
         if self._participant is not None:
             self._participant.close()
-        if self._owned is not None:
-            self._owned.remove_names()
         if self._directory is not None:
             self._directory.close()
 
 
 def _never() -> bool:
     return False
+
+
+def _end(owned: OwnedRegion, session: str) -> None:
+    """End an engine's ownership. What cannot be removed now is removed by the next start of an engine."""
+    try:
+        owned.remove_names(session)
+    except (KVCellarError, OSError) as error:
+        logger.warning("the names of region %s stay for now: %s", owned.engine_id, error)
+    owned.close()
 
 
 def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions) -> SchedulerHandle:
@@ -385,7 +430,7 @@ def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions)
         NotReady: not every rank of this session holds a slot, so offload has to stay off.
         KVCellarError: other causes, see `region.participants`.
     """
-    identifier: EngineId = parse_engine_id(engine_id)
+    identifier = parse_engine_id(engine_id)
     request = JoinRequest(identifier, options.session, Role.SCHEDULER, 0, world_size, timeout_s=0.0)
     try:
         directory = RegionDirectory.open(options.directory)
@@ -393,7 +438,15 @@ def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions)
         raise NotReady(
             f"there is no directory {options.directory}, so no region is attached"
         ) from error
-    participant = join_scheduler(directory, request)
-    if options.owner is Owner.ENGINE and not participant.remove_names():
-        logger.warning("region %s was already renamed or removed by another process", identifier)
+    try:
+        participant = join_scheduler(directory, request)
+    except (KVCellarError, OSError):
+        directory.close()
+        raise
+    try:
+        if options.owner is Owner.ENGINE and not participant.remove_names():
+            logger.warning("the names of region %s were removed by another process", identifier)
+    except (KVCellarError, OSError):
+        participant.close()
+        raise
     return SchedulerHandle(participant)
