@@ -1,0 +1,389 @@
+"""A private /dev/shm, and a process tree that cannot outlive it.
+
+A sandbox is a mount namespace and a PID namespace (and a user namespace when the caller is
+not root). Inside it ``/dev/shm`` is a tmpfs of its own with a size of the caller's choice, as
+in a pod; everything else is the machine's. Two processes make it:
+
+- the *holder* is process 1 of the PID namespace. It makes the mounts, reaps orphans, and ends
+  when its standard input is closed, which happens at the latest when the caller dies, however
+  it dies. The kernel then kills all that lives in the namespace, and the mounts go with it.
+- the *entry*, one for each command, joins the namespaces, starts the command and stands for
+  it: it passes signals on, ends as the command ends, and takes it along when it is killed. So
+  `subprocess.Popen` works as usual, but ``Popen.pid`` is the entry's: the command is its child.
+
+From outside, files in the sandbox are seen through `Sandbox.path`. Those paths go through
+``/proc/<holder>/root``, a link that only the kernel can follow: never resolve them
+(`os.path.realpath`, `Path.resolve`), or they turn into the machine's own ``/dev/shm``.
+
+The module is also the program of both processes (``python -m kvcellar.demo.sandbox``).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, NoReturn, Self
+
+from kvcellar.demo import processes
+from kvcellar.demo.processes import ProcessId
+from kvcellar.errors import KVCellarError, Unsupported
+
+SHM = Path("/dev/shm")  # noqa: S108  the path that engines use, private here
+"""Where the tmpfs is mounted."""
+
+_READY_TIMEOUT_S = 20.0
+_END_TIMEOUT_S = 20.0
+
+# From sched.h, mount.h and prctl.h.
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWPID = 0x20000000
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_PR_SET_PDEATHSIG = 1
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class ProcessesLeft(KVCellarError):
+    """Processes outlived the sandbox they ran in, or the engine they belonged to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mounts:
+    """What the holder mounts: tmpfs sizes in bytes by mount point."""
+
+    tmpfs: dict[str, int]
+
+    def encode(self) -> str:
+        return json.dumps(self.tmpfs)
+
+    @classmethod
+    def decode(cls, text: str) -> "_Mounts":
+        return cls({str(path): int(size_bytes) for path, size_bytes in json.loads(text).items()})
+
+
+class Sandbox:
+    """A running sandbox. Make it by `open`, or as a context manager.
+
+    Attributes:
+        scratch: a short path to an empty tmpfs inside, for TMPDIR, HOME and Unix sockets
+            (their names may have 107 bytes only). From outside, use ``path(scratch)``.
+    """
+
+    def __init__(self, holder: subprocess.Popen[str], first: ProcessId, scratch: Path) -> None:
+        """Keep what `open` has started."""
+        self._holder = holder
+        self._first = first
+        self._pid_namespace = Path(f"/proc/{first.pid}/ns/pid").stat().st_ino
+        self._entries: list[subprocess.Popen[bytes]] = []
+        self._is_open = True
+        self.scratch = scratch
+
+    @classmethod
+    def open(cls, shm_bytes: int, tmpfs: Mapping[Path, int] | None = None) -> Self:
+        """Make a sandbox.
+
+        Args:
+            shm_bytes: size of ``/dev/shm`` inside, as a pod's sizeLimit.
+            tmpfs: more mounts, size in bytes by mount point; each must be a directory. An
+                engine and a sidecar that shall share a region get its root here, or use
+                ``/dev/shm``.
+
+        Raises:
+            Unsupported: namespaces or mounts are not allowed here; the message says which.
+        """
+        scratch = Path(tempfile.mkdtemp(prefix="kvc-"))
+        sizes = {str(SHM): shm_bytes, str(scratch): _SCRATCH_BYTES}
+        sizes |= {str(path): size_bytes for path, size_bytes in (tmpfs or {}).items()}
+        command = [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--propagation",
+            "private",
+        ]
+        if os.geteuid() != 0:
+            command += ["--user", "--map-root-user"]
+        command += ["--", *_SELF, "hold", _Mounts(sizes).encode()]
+        try:
+            holder = subprocess.Popen(  # noqa: S603  our own program
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            scratch.rmdir()
+            raise Unsupported("a sandbox needs unshare(1), from the package util-linux") from error
+        try:
+            return cls(holder, _first_process(holder), scratch)
+        except KVCellarError:
+            _end(holder)
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+    def __enter__(self) -> Self:
+        """Nothing happens: the sandbox runs already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """`close`."""
+        self.close()
+
+    def path(self, inside: Path | str) -> Path:
+        """The path by which processes outside reach an absolute path of the sandbox.
+
+        It works while the sandbox lives, and must not be resolved (module docstring).
+        """
+        return Path(f"/proc/{self._first.pid}/root") / str(inside).lstrip("/")
+
+    def popen(
+        self,
+        command: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start a command inside, in a session of its own.
+
+        Args:
+            command: program and arguments; no shell.
+            env: the whole environment of the command; the caller's when None.
+            stdin: as for `subprocess.Popen`; nothing by default.
+            stdout: as for `subprocess.Popen`.
+            stderr: as for `subprocess.Popen`.
+            pass_fds: descriptors that the command inherits under the same numbers.
+
+        Returns:
+            The entry. Signals that it is sent reach the command (SIGTERM, SIGINT, SIGHUP,
+            SIGUSR1, SIGUSR2, and SIGKILL in effect), and its status is the command's.
+        """
+        entry = subprocess.Popen(  # noqa: S603  the caller's command, no shell
+            [*_SELF, "enter", str(self._first.pid), *map(str, command)],
+            env=env,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+        self._entries.append(entry)
+        return entry
+
+    def run(
+        self,
+        command: Sequence[str | Path],
+        *,
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command inside to its end and capture what it prints.
+
+        Raises:
+            subprocess.TimeoutExpired: it ran too long, and was killed.
+        """
+        process = self.popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(
+            list(map(str, command)),
+            process.returncode,
+            stdout.decode(errors="replace"),
+            stderr.decode(errors="replace"),
+        )
+
+    def processes(self) -> list[ProcessId]:
+        """All living processes inside, as numbered outside, but for the holder."""
+        inside = processes.in_pid_namespace(self._pid_namespace)
+        return [process for process in inside if process != self._first]
+
+    def close(self) -> None:
+        """Kill whatever still runs inside and drop the mounts. Calling it again does nothing.
+
+        Raises:
+            ProcessesLeft: some process is still there 20 s later (in uninterruptible sleep).
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        inside = processes.in_pid_namespace(self._pid_namespace)
+        _end(self._holder)
+        left = processes.wait_gone(inside, _END_TIMEOUT_S)
+        if not left:
+            for entry in self._entries:
+                entry.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        if left:
+            names = ", ".join(f"{process.pid} ({processes.title(process)})" for process in left)
+            raise ProcessesLeft(
+                f"still running {_END_TIMEOUT_S:.0f} s after their sandbox was closed: {names}"
+            )
+
+
+_SELF = (sys.executable, "-P", "-m", "kvcellar.demo.sandbox")
+_SCRATCH_BYTES = 1 << 30
+
+
+def _first_process(holder: subprocess.Popen[str]) -> ProcessId:
+    """Wait for the holder's line, which is the number of process 1 as seen from here."""
+    line = ""
+    if holder.stdout is not None and select.select([holder.stdout], [], [], _READY_TIMEOUT_S)[0]:
+        line = holder.stdout.readline().strip()
+    first = processes.identify(int(line)) if line.isdigit() else None
+    if first is None:
+        raise Unsupported(
+            "this machine refuses a private mount and PID namespace, which a sandbox needs "
+            f"(as root, or with unprivileged user namespaces allowed): {line or 'no answer'}"
+        )
+    return first
+
+
+def _end(holder: subprocess.Popen[str]) -> None:
+    """Let process 1 end, and with it all the others."""
+    for pipe in (holder.stdin, holder.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    try:
+        holder.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        holder.kill()
+        holder.wait()
+
+
+# ---- inside: the holder and the entry
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _hold(mounts: _Mounts) -> None:
+    """Be process 1: mount, say so, reap, and end with standard input."""
+    # The old /proc is still mounted, so this is our number as the caller sees it.
+    outer_pid = Path("/proc/self").readlink().name
+    libc = _libc()
+    flags = _MS_NOSUID | _MS_NODEV
+    _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot mount /proc")
+    for path, size_bytes in mounts.tmpfs.items():
+        options = f"size={size_bytes},mode=1777".encode()
+        _check(
+            libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), f"cannot mount {path}"
+        )
+
+    waker, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, _nothing)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    os.write(sys.stdout.fileno(), f"{outer_pid}\n".encode())
+    while True:
+        ready, _, _ = select.select([sys.stdin.fileno(), waker], [], [])
+        if waker in ready:
+            os.read(waker, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+def _enter(holder_pid: int, command: Sequence[str]) -> NoReturn:
+    """Join the holder's namespaces, start the command and stand for it."""
+    folder = Path.cwd()
+    kinds = _CLONE_NEWNS | _CLONE_NEWPID
+    if _user_namespace("self") != _user_namespace(str(holder_pid)):
+        kinds |= _CLONE_NEWUSER
+    libc = _libc()
+    holder = os.pidfd_open(holder_pid)
+    _check(libc.setns(holder, kinds), "cannot join the sandbox")
+    os.close(holder)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    child = os.fork()
+    if child == 0:
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        try:
+            os.execvp(command[0], list(command))  # noqa: S606  no shell is meant
+        except OSError as error:
+            sys.stderr.write(f"cannot start {command[0]}: {error}\n")
+            os._exit(127)
+    _stand_for(child)
+
+
+def _stand_for(child: int) -> NoReturn:
+    """Pass signals on to the child, and end as it ends."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        ending = os.WTERMSIG(status)
+        if ending != signal.SIGKILL:
+            signal.signal(ending, signal.SIG_DFL)
+        os.kill(os.getpid(), ending)
+    os._exit(os.WEXITSTATUS(status))
+
+
+def _user_namespace(pid: str) -> int:
+    return Path(f"/proc/{pid}/ns/user").stat().st_ino
+
+
+def _nothing(_number: int, _frame: FrameType | None) -> None:
+    """A handler, so that SIGCHLD is delivered and wakes the holder up."""
+
+
+def _main(arguments: Sequence[str]) -> int:
+    match arguments:
+        case ["hold", mounts]:
+            try:
+                _hold(_Mounts.decode(mounts))
+            except OSError as error:
+                sys.stderr.write(f"{error}\n")
+                return 1
+        case ["enter", pid, *command] if command:
+            _enter(int(pid), command)
+        case _:
+            sys.stderr.write("this program is started by kvcellar.demo.sandbox itself\n")
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
