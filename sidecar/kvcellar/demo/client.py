@@ -205,7 +205,11 @@ class Engine:
                 pass_fds=[theirs.fileno()],
             )
         self = cls(entry, ours, log)
-        self._send(_arguments(config))
+        try:
+            self._send(_arguments(config))
+        except EngineFailed:
+            self.destroy()
+            raise
         return self
 
     def __enter__(self) -> Self:
@@ -337,12 +341,13 @@ class Engine:
         self.destroy()
 
     def destroy(self) -> None:
-        """Kill all processes of the engine that are left, and wait. Never raises for a dead one.
+        """Kill all processes of the engine that are left, and wait; a dead engine is fine.
 
         Raises:
             ProcessesLeft: some process does not die.
         """
-        found = processes.descendants(self._entry.pid)
+        # Once the entry has been waited for, its number may be anybody's.
+        found = processes.descendants(self._entry.pid) if self._entry.poll() is None else []
         known = self._tree.of(Part.EVERYTHING) if self._tree is not None else ()
         doomed = {*found, *known}
         for process in doomed:
