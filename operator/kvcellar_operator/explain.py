@@ -1,0 +1,78 @@
+"""Says in words what became of a pod, for `kvcellar inject --explain` and `kubectl kvcellar`. Pure."""
+
+import json
+
+from kvcellar.contract import ANNOTATION_INJECTED, ANNOTATION_SKIPPED
+from kvcellar_operator.arguments import FLAG
+from kvcellar_operator.engines import engine_ids_of, read_injected
+from kvcellar_operator.inject import Injection
+from kvcellar_operator.pods import Pod, annotations
+from kvcellar_operator.quantities import shown_bytes
+from kvcellar_operator.reasons import REASONS, Notice, Reason
+
+
+def explain(injection: Injection) -> str:
+    """What was done with a pod and why, what to know and what to do about it."""
+    meaning = REASONS[injection.reason]
+    lines = [f"{injection.outcome}: {injection.reason}", f"  {injection.message}"]
+    if injection.reason not in (Reason.INJECTED, Reason.ALREADY_INJECTED):
+        lines += [f"  meaning: {meaning.meaning}", f"  remedy: {meaning.remedy}"]
+    return "\n".join([*lines, *_stamped_lines(injection.pod)]) + "\n"
+
+
+def explain_pod(pod: Pod) -> str:
+    """What the annotations of a pod in the cluster say, for people."""
+    skipped = annotations(pod).get(ANNOTATION_SKIPPED)
+    if read_injected(pod):
+        return "\n".join(["injected", *_stamped_lines(pod)]) + "\n"
+    if skipped is None:
+        return (
+            "neither injected nor skipped: the webhook was not called. The label has to be there when the "
+            "pod is created; look at the webhook's Deployment and its configuration too\n"
+        )
+    reason, message = parse_skipped(skipped)
+    lines = [f"skipped: {reason or 'unknown reason'}", f"  {message}"]
+    if reason is not None:
+        lines += [f"  meaning: {REASONS[reason].meaning}", f"  remedy: {REASONS[reason].remedy}"]
+    return "\n".join(lines) + "\n"
+
+
+def parse_skipped(text: str) -> tuple[Reason | None, str]:
+    """Reason and sentence of the annotation `kvcellar.dev/skipped`; None for a reason of another version."""
+    reason, colon, message = text.partition(": ")
+    if colon and reason in tuple(Reason):
+        return Reason(reason), message
+    return None, text
+
+
+def _stamped_lines(pod: Pod) -> list[str]:
+    """The lines for the annotation `kvcellar.dev/injected`, which anybody may have written."""
+    if ANNOTATION_INJECTED not in annotations(pod):
+        return []
+    stamp = read_injected(pod)
+    ids = engine_ids_of(pod) or stamp.get("engineIds")
+    lines = [
+        f"  engines: {_joined(stamp.get('containers'))}; engine ids: {_joined(ids)}",
+        f"  region: {_bytes(stamp.get('capacityBytes'))} each",
+        f"  sidecar memory: {_bytes(stamp.get('sidecarMemoryBytes'))}",
+        f"  volume at /dev/shm: {_bytes(stamp.get('volumeBytes'))}, bound by {stamp.get('bindingLimit')}",
+    ]
+    for text in stamp.get("notices") or []:
+        if text in tuple(Notice):
+            explanation = REASONS[Notice(text)]
+            lines += [f"  {text}: {explanation.meaning}", f"    remedy: {explanation.remedy}"]
+    transfer = stamp.get("kvTransferConfig")
+    for name, entry in (transfer if isinstance(transfer, dict) else {}).items():
+        if isinstance(entry, dict) and entry.get("status") != "Added" and entry.get("config"):
+            lines.append(f"  give {name}: {FLAG} '{json.dumps(entry['config'])}'")
+    return lines
+
+
+def _bytes(value: object) -> str:
+    if not isinstance(value, int):
+        return "unknown"
+    return shown_bytes(value) if value else "no limit"
+
+
+def _joined(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) and value else "unknown"
