@@ -132,14 +132,13 @@ class ArcPolicy:
         return recent, [chunk for chunk in chunks if tier_of[chunk] == FREQUENT]
 
     def _promote(self, chunks: Sequence[int]) -> None:
-        """Move those of the listed chunks that are of T1 to the end of T2."""
+        """Count those of the listed chunks that are of T1 to T2; the caller moves all or takes them out."""
         tier_of = self._tier
         recent = [chunk for chunk in chunks if tier_of[chunk] == RECENT]
         if recent:
-            self._lists.remove(RECENT, recent)
-            self._lists.append(FREQUENT, recent)
-            self._enter(FREQUENT, recent)
+            self._lists.recount(RECENT, FREQUENT, len(recent))
             self._resident[RECENT] -= len(recent)
+            self._enter(FREQUENT, recent)
 
     def _enter(self, tier: int, chunks: Sequence[int]) -> None:
         """Count chunks to a tier."""
@@ -230,11 +229,10 @@ class ArcPolicy:
         if drops == _LEAVES_NONE:
             self._table.remove(keys)
             return victims
-        ghosts = self._lists.take(_GHOSTS[drops], count)
+        ghosts = self._lists.transfer(_GHOSTS[drops], _GHOSTS[tier], count)
         if drops != _NO_TIER:
             self._table.remove(self._table.keys_of(ghosts))
         self._table.assign(ghosts, keys)
-        self._lists.append(_GHOSTS[tier], ghosts)
         tier_of = self._tier
         for ghost in ghosts:
             tier_of[ghost] = tier
@@ -243,7 +241,6 @@ class ArcPolicy:
     def _forget_ghosts(self, tier: int, count: int) -> None:
         """Forget the oldest ghosts of a tier; none of `_NO_TIER`."""
         if tier != _NO_TIER:
-            ghosts = self._lists.take(_GHOSTS[tier], count)
+            ghosts = self._lists.transfer(_GHOSTS[tier], SPARE_GHOSTS, count)
             self._table.remove(self._table.keys_of(ghosts))
             self._table.clear(ghosts)
-            self._lists.append(SPARE_GHOSTS, ghosts)

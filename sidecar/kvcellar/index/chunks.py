@@ -5,15 +5,15 @@ for copies that others make, and is told when they are over. The states of a chu
 
 Legal moves, and who makes them:
 
-    - free, or idle (loadable without pins) -> writing: `prepare_store`, which evicts the key
-      of an idle chunk;
-    - writing -> loadable: `complete_store`; writing -> free for the keys that it names as failed;
-    - loadable, pins + 1 / - 1: `prepare_load` / `complete_load`;
-    - idle -> free, pinned -> forgotten: `forget`;
-    - idle -> free, pinned or forgotten -> stale load, writing -> stale store: `reset`;
-    - forgotten or stale load -> free: `complete_load` of the last pin;
-    - stale store -> free: `complete_store`, failed or not;
-    - stale -> free: `abandon_stale`.
+    - FREE or IDLE -> WRITING: `prepare_store`, which evicts the key of an idle chunk;
+    - WRITING -> IDLE: `complete_store`; WRITING -> FREE for the keys that it names as failed;
+    - IDLE -> PINNED, and one more pin: `prepare_load`;
+    - one pin less, and PINNED -> IDLE with the last: `complete_load`;
+    - IDLE -> FREE, PINNED -> FORGOTTEN: `forget`;
+    - IDLE -> FREE, PINNED or FORGOTTEN -> STALE_LOAD, WRITING -> STALE_STORE: `reset`;
+    - FORGOTTEN or STALE_LOAD -> FREE: `complete_load` with the last pin;
+    - STALE_STORE -> FREE: `complete_store`, failed or not;
+    - STALE_LOAD or STALE_STORE -> FREE: `abandon_stale`.
 
 Why a late completion is harmless: a key keeps its chunk until the last transfer that knows of it is
 over, and `prepare_store` passes over a key that has one. So at any time a key means one chunk, and a
@@ -23,8 +23,9 @@ Why chunks return to the *end* of the free list: a copy that was reported as fai
 still write for a moment; the end is where a chunk waits longest.
 
 Time: every call takes time proportional to its own batch, whatever the number of chunks, pinned or
-not; only the constructor, `reset` and `abandon_stale` depend on it. All calls are atomic: one that
-raises, or answers None, has changed nothing.
+not. Exceptions are the constructor, `reset` and `abandon_stale`; and now and then the key table
+rebuilds a 256th of itself (0.3 ms of a million chunks). All calls are atomic: one that raises, or
+answers None, has changed nothing.
 
 This module must not know vLLM, requests, tensors or files.
 """
@@ -104,9 +105,10 @@ class ChunkIndex:
             if policy == "lru"
             else ArcPolicy(self._lists, self._table, num_chunks)
         )
-        self._states = ChunkStates(num_chunks, num_slots)
-        self._more_pins: dict[int, int] = {}
-        """Loads in flight beyond the first, of chunks that have more than one."""
+        self._states = ChunkStates(num_slots)
+        self._more_pins: dict[int, int] = {}  # pins beyond the first, of chunks that have several
+        self._pinned = 0
+        self._lingering = 0
         self._evictions = 0
 
     # --- counts -----------------------------------------------------------------------------------
@@ -119,33 +121,32 @@ class ChunkIndex:
     @property
     def used_chunks(self) -> int:
         """Chunks that hold KV data or are about to: `loadable + pending`."""
-        return self.loadable + self.pending
+        return self._num_chunks - self.free - self._lingering
 
     @property
     def loadable(self) -> int:
         """Chunks that a lookup finds."""
-        return self._states.count(IDLE) + self._states.count(PINNED)
+        return self._policy.evictable + self._pinned
 
     @property
     def pending(self) -> int:
         """Chunks with a store in flight that will make them loadable."""
-        return self._states.count(WRITING)
+        return self.used_chunks - self.loadable
 
     @property
     def pinned(self) -> int:
         """Chunks that loads in flight keep from eviction: part of `loadable`."""
-        return self._states.count(PINNED)
+        return self._pinned
 
     @property
     def lingering(self) -> int:
         """Chunks that were dropped while a transfer was in flight: neither used nor free."""
-        of_loads = self._states.count(FORGOTTEN) + self._states.count(STALE_LOAD)
-        return of_loads + self._states.count(STALE_STORE)
+        return self._lingering
 
     @property
     def free(self) -> int:
         """Chunks without a key."""
-        return self._states.count(FREE)
+        return self._lists.sizes[FREE_LIST]
 
     @property
     def evictions(self) -> int:
@@ -192,7 +193,8 @@ class ChunkIndex:
             require_loadable(keys, chunks, self._states.of)
             for chunk in self._states.having(distinct, PINNED):
                 self._more_pins[chunk] = self._more_pins.get(chunk, 0) + 1
-        self._states.move(idle, IDLE, PINNED)
+        self._states.change(idle, PINNED)
+        self._pinned += len(idle)
         self._policy.hold(idle)
         return np.array(chunks, dtype=np.int32)
 
@@ -207,18 +209,15 @@ class ChunkIndex:
             IndexMisuse: no load of a key is in flight.
         """
         chunks = self._table.find_all(keys)
-        unpinned = self._states.having(chunks, PINNED)
-        if len(unpinned) < len(chunks):
+        pinned = self._states.having(chunks, PINNED)
+        if len(pinned) < len(chunks):
             require_pinned(keys, chunks, self._states.of)
-        chunks = _distinct(chunks)
-        if self._more_pins:
-            chunks = [chunk for chunk in chunks if not self._take_pin(chunk)]
-        idle = self._states.having(chunks, PINNED)
-        self._states.move(idle, PINNED, IDLE)
-        self._policy.release(idle)
-        if len(idle) < len(chunks):
-            self._free(self._states.having(chunks, FORGOTTEN), FORGOTTEN)
-            self._free(self._states.having(chunks, STALE_LOAD), STALE_LOAD)
+        unpinned = _distinct(pinned)
+        if self._more_pins or len(pinned) < len(chunks):
+            unpinned = self._take_pins(_distinct(chunks))
+        self._states.change(unpinned, IDLE)
+        self._pinned -= len(unpinned)
+        self._policy.release(unpinned)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Count a use of keys, head of the prefix first.
@@ -257,17 +256,16 @@ class ChunkIndex:
             pairs = zip(new, slots, strict=True)
             new = [key for key, slot in pairs if state_of[slot] == FREE]
             slots = [slot for slot in slots if state_of[slot] == FREE]
-        num_free = min(len(new), self._states.count(FREE))
+        num_free = min(len(new), self._lists.sizes[FREE_LIST])
         if len(new) - num_free > self._policy.evictable - len(idle):
             return None
         # Held, the batch's own chunks cannot become victims of its new keys.
         if idle:
             self._policy.hold(idle)
-        free = self._lists.take(FREE_LIST, num_free)
+        free = self._lists.take(FREE_LIST, num_free) if num_free else []
         placed, evicted = self._policy.admit(new, slots, free)
         self._table.assign(placed, new)
-        self._states.move(free, FREE, WRITING)
-        self._states.move(placed[num_free:], IDLE, WRITING)
+        self._states.change(placed, WRITING)
         self._evictions += len(evicted)
         if idle:
             self._policy.release(idle)
@@ -296,7 +294,7 @@ class ChunkIndex:
             require_storing(distinct, chunks, self._states.of)
             require_named(lost, distinct)
             stored, arrived = self._sort_out(distinct, chunks, lost)
-        self._states.move(arrived, WRITING, IDLE)
+        self._states.change(arrived, IDLE)
         self._policy.release(arrived)
         return stored
 
@@ -315,8 +313,10 @@ class ChunkIndex:
         dropped = self._table.keys_of(idle + pinned)
         self._policy.drop_listed(idle)
         self._policy.drop_held(pinned)
-        self._states.move(pinned, PINNED, FORGOTTEN)
-        self._free(idle, IDLE)
+        self._states.change(pinned, FORGOTTEN)
+        self._pinned -= len(pinned)
+        self._lingering += len(pinned)
+        self._free(idle)
         return dropped
 
     def reset(self) -> None:
@@ -328,10 +328,11 @@ class ChunkIndex:
         (figures in docs/explanation/chunk-index.md). That is not the hot path: it runs when an engine
         throws its cache away, to sleep or to change weights, which takes seconds.
         """
-        becomes = {PINNED: STALE_LOAD, FORGOTTEN: STALE_LOAD, WRITING: STALE_STORE}
+        self._lingering += self._pinned + self.pending
+        self._pinned = 0
+        becomes = {WRITING: STALE_STORE, PINNED: STALE_LOAD, FORGOTTEN: STALE_LOAD, IDLE: FREE}
         for source, target in becomes.items():
-            self._states.move_all(source, target)
-        self._states.move_all(IDLE, FREE)
+            self._states.change_all(source, target)
         self._policy.clear()
         self._table.retain(
             self._states.all_having(STALE_LOAD) + self._states.all_having(STALE_STORE)
@@ -347,8 +348,8 @@ class ChunkIndex:
         loads, stores = self._states.all_having(STALE_LOAD), self._states.all_having(STALE_STORE)
         for chunk in loads:
             self._more_pins.pop(chunk, None)
-        self._free(loads, STALE_LOAD)
-        self._free(stores, STALE_STORE)
+        self._free_lingering(loads)
+        self._free_lingering(stores)
         return len(loads) + len(stores)
 
     # --- parts of the moves -------------------------------------------------------------------------
@@ -357,20 +358,27 @@ class ChunkIndex:
         """The idle chunks of keys, each once, in the order of the keys."""
         return _distinct(self._table.find_marked(keys, self._states.of, IDLE))
 
-    def _take_pin(self, chunk: int) -> bool:
-        """Take one of several pins; False if the chunk has a single one."""
-        more = self._more_pins.get(chunk, 0)
-        if more > 1:
-            self._more_pins[chunk] = more - 1
-        elif more == 1:
-            del self._more_pins[chunk]
-        return more > 0
+    def _take_pins(self, chunks: Iterable[int]) -> list[int]:
+        """Take one pin from each chunk; frees the dropped ones without further pins, returns the others."""
+        unpinned = [chunk for chunk in chunks if chunk not in self._more_pins]
+        for chunk in chunks:
+            more = self._more_pins.pop(chunk, 0)
+            if more > 1:
+                self._more_pins[chunk] = more - 1
+        self._free_lingering(self._states.having(unpinned, FORGOTTEN))
+        self._free_lingering(self._states.having(unpinned, STALE_LOAD))
+        return self._states.having(unpinned, PINNED)
 
-    def _free(self, chunks: Sequence[int], source: int) -> None:
+    def _free_lingering(self, chunks: Sequence[int]) -> None:
+        """Free chunks whose last transfer is over."""
+        self._lingering -= len(chunks)
+        self._free(chunks)
+
+    def _free(self, chunks: Sequence[int]) -> None:
         """Take the keys of chunks that the policy does not have, and put them at the end of the free list."""
         self._table.remove(self._table.keys_of(chunks))
         self._table.clear(chunks)
-        self._states.move(chunks, source, FREE)
+        self._states.change(chunks, FREE)
         self._lists.append(FREE_LIST, chunks)
 
     def _sort_out(
@@ -387,9 +395,9 @@ class ChunkIndex:
             else:
                 stored.append(key)
                 arrived.append(chunk)
-        self._free(self._states.having(chunks, STALE_STORE), STALE_STORE)
+        self._free_lingering(self._states.having(chunks, STALE_STORE))
         self._policy.drop_held(lost)
-        self._free(lost, WRITING)
+        self._free(lost)
         return stored, arrived
 
 

@@ -66,8 +66,28 @@ class IdLists:
 
     def move_to_end(self, which: int, nodes: Sequence[int]) -> None:
         """Put ids that are in a list at its end, in the order given."""
-        self.remove(which, nodes)
-        self.append(which, nodes)
+        next_, prev = self._next, self._prev
+        for node in nodes:
+            before = prev[node]
+            after = next_[node]
+            next_[before] = after
+            prev[after] = before
+        head = self._num_ids + which
+        last = prev[head]
+        for node in nodes:
+            next_[last] = node
+            prev[node] = last
+            last = node
+        next_[last] = head
+        prev[head] = last
+
+    def recount(self, source: int, target: int, count: int) -> None:
+        """Count some ids of a list to another one that the caller moves or takes them from at once.
+
+        The links of an id do not tell its list, only the sizes do. This saves the caller one move.
+        """
+        self.sizes[source] -= count
+        self.sizes[target] += count
 
     def take(self, which: int, count: int) -> list[int]:
         """Remove the first `count` ids of a list, which has to have them; returns them in order."""
@@ -82,6 +102,27 @@ class IdLists:
         self._prev[node] = head
         self.sizes[which] -= count
         return taken
+
+    def transfer(self, source: int, target: int, count: int) -> list[int]:
+        """Move the first `count` ids of a list, which has to have them, to the end of a list.
+
+        Returns them in order.
+        """
+        if count == 0:
+            return []
+        next_, prev = self._next, self._prev
+        source_head, target_head = self._num_ids + source, self._num_ids + target
+        node = next_[source_head]
+        moved = []
+        for _ in range(count):
+            moved.append(node)
+            node = next_[node]
+        next_[source_head], prev[node] = node, source_head
+        last = prev[target_head]
+        next_[last], prev[moved[0]] = moved[0], last
+        next_[moved[-1]], prev[target_head] = target_head, moved[-1]
+        self.recount(source, target, count)
+        return moved
 
     def stamp(self, nodes: Sequence[int]) -> None:
         """Stamp ids that are in no list, the first of them with the highest stamp."""

@@ -2,7 +2,7 @@
 
 A Python dict that is inserted into and deleted from is rebuilt every so often: with 100,000 keys
 that took 9 ms, with a million 100 ms, inside a scheduler step (2-core KVM guest, Zen 4, CPython
-3.11). The table spreads its keys over 256 dicts by their first byte, so that a rebuild concerns a
+3.11, December 2026). The table spreads its keys over 256 dicts by their first byte, so that a rebuild concerns a
 256th of it. Keys are hashes, so the first byte spreads them well; other keys are served as
 correctly, only with longer rebuilds. The garbage collector does not look into dicts from bytes to
 int.

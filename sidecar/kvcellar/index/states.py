@@ -39,7 +39,7 @@ ANSWERS = (*[Lookup.MISS] * 4, Lookup.PENDING, Lookup.HIT, Lookup.HIT)
 
 
 class ChunkStates:
-    """One state per chunk, and exact counts by state.
+    """One state per chunk.
 
     Attributes:
         of: the states by chunk, for reading only. It has a spare entry at its end that is always FREE,
@@ -47,17 +47,12 @@ class ChunkStates:
             for each slot of the key table that is a ghost's, behind those of the chunks, also FREE.
     """
 
-    def __init__(self, num_chunks: int, num_slots: int) -> None:
-        """Start with every chunk FREE."""
+    def __init__(self, num_slots: int) -> None:
+        """Start with everything FREE."""
         self.of = bytearray(num_slots + 1)
-        self._counts = [num_chunks, 0, 0, 0, 0, 0, 0]
-
-    def count(self, state: int) -> int:
-        """How many chunks are in a state."""
-        return self._counts[state]
 
     def having(self, chunks: Sequence[int], state: int) -> list[int]:
-        """Those of the chunks that are in a state, in the order given; ABSENT is left out."""
+        """Those of the chunks that are in a state, in the order given; ABSENT is in none but FREE."""
         of = self.of
         return [chunk for chunk in chunks if of[chunk] == state]
 
@@ -70,16 +65,12 @@ class ChunkStates:
             chunk = self.of.find(state, chunk + 1)
         return found
 
-    def move(self, chunks: Sequence[int], source: int, target: int) -> None:
-        """Change the state of chunks that are all in `source`."""
+    def change(self, chunks: Sequence[int], state: int) -> None:
+        """Put chunks into a state."""
         of = self.of
         for chunk in chunks:
-            of[chunk] = target
-        self._counts[source] -= len(chunks)
-        self._counts[target] += len(chunks)
+            of[chunk] = state
 
-    def move_all(self, source: int, target: int) -> None:
-        """Change the state of every chunk in `source`, not FREE: one pass over a byte a chunk."""
+    def change_all(self, source: int, target: int) -> None:
+        """Put every chunk that is in `source`, not FREE, into `target`: one pass over a byte a chunk."""
         self.of = self.of.replace(bytes([source]), bytes([target]))
-        self._counts[target] += self._counts[source]
-        self._counts[source] = 0
