@@ -1,0 +1,85 @@
+"""Writes Events, once for each transition, whoever else writes them and whenever it is killed."""
+
+import asyncio
+import logging
+import time
+from typing import NoReturn
+
+from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound
+from kvcellar_operator.events import (
+    EventLedger,
+    Occurrence,
+    count_of,
+    event_name,
+    new_event,
+    raised_event,
+)
+from kvcellar_operator.metrics import ControllerMetrics
+from kvcellar_operator.objects import timestamp
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 10.0
+_TRIES = 3
+
+
+class EventPoster:
+    """Posts what the ledger admits."""
+
+    def __init__(self, api: Api, metrics: ControllerMetrics) -> None:
+        self._api = api
+        self._metrics = metrics
+        self._ledger = EventLedger()
+
+    async def post(self, occurrence: Occurrence) -> None:
+        """Tell an occurrence, unless it was told or is to wait.
+
+        Raises:
+            ApiFailure: it could not be written; the caller comes again.
+        """
+        if n_times := self._ledger.admit(occurrence, time.monotonic()):
+            await self._write(occurrence, n_times)
+
+    async def run(self) -> NoReturn:
+        """Write what was held back long enough, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for occurrence, n_times in self._ledger.due(time.monotonic()):
+                try:
+                    await self._write(occurrence, n_times)
+                except ApiFailure as error:
+                    logger.warning("an Event cannot be written yet: %s", error)
+
+    async def _write(self, occurrence: Occurrence, n_times: int) -> None:
+        path = f"/api/v1/namespaces/{occurrence.subject.namespace}/events"
+        now = timestamp(time.time())
+        for _ in range(_TRIES):
+            try:
+                body = await self._api.create(path, new_event(occurrence, now))
+            except Conflict:
+                if await self._raise(path, occurrence, now, n_times):
+                    return
+            else:
+                self._told(occurrence, count_of(body))
+                return
+        self._metrics.wrote("Event", "conflict")
+
+    async def _raise(self, path: str, occurrence: Occurrence, now: str, n_times: int) -> bool:
+        """Count on the Event that is there; False if it changed, or went, meanwhile."""
+        path = f"{path}/{event_name(occurrence)}"
+        try:
+            present = await self._api.get(path)
+            patch = raised_event(present, occurrence, now, n_times)
+            if patch is None:
+                self._ledger.written(occurrence, count_of(present), time.monotonic())
+                return True
+            present = await self._api.patch(path, patch)
+        except (Conflict, NotFound):
+            return False
+        self._told(occurrence, count_of(present))
+        return True
+
+    def _told(self, occurrence: Occurrence, count: int) -> None:
+        self._ledger.written(occurrence, count, time.monotonic())
+        self._metrics.wrote("Event", "ok")
+        self._metrics.told(occurrence.reason)

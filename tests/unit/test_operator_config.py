@@ -1,0 +1,93 @@
+"""Command lines of the operator: what they mean, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import ConfigurationError
+from kvcellar_operator.config import ControllerSettings, WebhookSettings, parse
+from kvcellar_operator.inject import Profile
+from kvcellar_operator.profiles import Capacity
+
+WEBHOOK = ["webhook", "--namespace", "own", "--image", "kvcellar:1"]
+CONTROLLER = ["controller", "--namespace", "own"]
+
+
+def webhook(*more: str) -> WebhookSettings:
+    settings = parse([*WEBHOOK, *more])
+    assert isinstance(settings, WebhookSettings)
+    return settings
+
+
+def controller(*more: str) -> ControllerSettings:
+    settings = parse([*CONTROLLER, *more])
+    assert isinstance(settings, ControllerSettings)
+    return settings
+
+
+def test_defaults_are_those_of_the_documents() -> None:
+    settings = webhook()
+    assert settings.port == 10250
+    assert settings.tls.names == ("kvcellar-webhook.own.svc",)
+    assert settings.tls.folder is None
+    assert settings.inject.default_profile == Profile()
+    assert settings.inject.run_as_user == 65532
+    assert controller().poll_at_once == 32
+    assert controller().common.watch_namespaces == ()
+
+
+def test_flags_reach_the_injector() -> None:
+    settings = webhook("--run-as-user", "none", "--gpu-resource", "a.b/c", "--shared-group", "7")
+    assert settings.inject.run_as_user is None
+    assert settings.inject.gpu_resources == ("a.b/c",)
+    assert settings.inject.shared_group == 7
+    assert webhook("--tls-name", "127.0.0.1").tls.names == ("127.0.0.1",)
+    spaces = controller("--watch-namespace", "a", "--watch-namespace", "b").common.watch_namespaces
+    assert spaces == ("a", "b")
+
+
+def test_the_default_profile_is_a_spec_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "profile.yaml"
+    file.write_text("capacity: 4Gi\nengines: 2\n")
+    profile = webhook("--default-profile", str(file)).inject.default_profile
+    assert profile == Profile(capacity=Capacity("4Gi", size_bytes=4 * 2**30), engines=2)
+    file.write_text("")
+    assert webhook("--default-profile", str(file)).inject.default_profile == Profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("engines: many", "spec.engines"), ("colour: red", "spec.colour"), ("[", "no YAML")],
+)
+def test_a_bad_default_profile_stops_the_start(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "profile.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=named):
+        webhook("--default-profile", str(file))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        webhook("--default-profile", str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ([], "COMMAND"),
+        (["webhook", "--image", "i"], "--namespace"),
+        (["webhook", "--namespace", "own"], "--image"),
+        ([*WEBHOOK, "--port", "70000"], "--port"),
+        ([*WEBHOOK, "--por", "1"], "--por"),
+        ([*WEBHOOK, "--max-body", "-1"], "--max-body"),
+        ([*CONTROLLER, "--poll-interval", "0"], "--poll-interval"),
+        ([*CONTROLLER, "--poll-interval", "soon"], "--poll-interval"),
+        ([*CONTROLLER, "--watch-namespace", "No Name"], "--watch-namespace"),
+        ([*CONTROLLER, "--image", "i"], "--image"),
+        (["both"], "both"),
+    ],
+)
+def test_bad_flags_are_refused_by_name(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(argv)
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
