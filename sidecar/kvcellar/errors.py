@@ -57,9 +57,12 @@ class DoesNotFit(KVCellarError):
     exit_status = 3
 
     def __init__(
-        self, message: str, *, asked_bytes: int, free_bytes: int, binding_limit: str
+        self, message: str, *, asked_bytes: int = 0, free_bytes: int = 0, binding_limit: str = ""
     ) -> None:
-        """Keep the numbers beside the sentence, so that callers need not parse it."""
+        """Keep the numbers beside the sentence, so that callers need not parse it.
+
+        The defaults are for pickle, which sets the fields afterwards: engines send errors between processes.
+        """
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.free_bytes = free_bytes

@@ -1,11 +1,13 @@
 """What integration tests share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from tests.support.children import Child
 from tests.support.volumes import mount_tmpfs, unmount
 
 MIB = 2**20
@@ -37,3 +39,20 @@ def make_volume(tmp_path: Path) -> Iterator[MakeVolume]:
 def volume(make_volume: MakeVolume) -> Path:
     """A tmpfs of 256 MiB of the test's own: what KVCELLAR_ROOT points at."""
     return make_volume(256 * MIB)
+
+
+Fork = Callable[[Callable[[Connection], None]], Child]
+
+
+@pytest.fixture
+def fork() -> Iterator[Fork]:
+    """Starts processes that are killed after the test, if they are still there."""
+    children: list[Child] = []
+
+    def start(program: Callable[[Connection], None]) -> Child:
+        children.append(Child(program))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()

@@ -11,9 +11,8 @@ from kvcellar.errors import DoesNotFit
 from kvcellar.region import memory
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.index_file import index_bound_bytes
-from kvcellar.region.making import LimitReader
 from kvcellar.region.owner import OwnedRegion
-from kvcellar.region.promises import promised_bytes
+from kvcellar.region.promises import LimitReader, plan_beside_others, promised_bytes
 
 
 def granted(region: OwnedRegion, directory: RegionDirectory, read_limits: LimitReader) -> PlanBody:
@@ -22,9 +21,9 @@ def granted(region: OwnedRegion, directory: RegionDirectory, read_limits: LimitR
     index = 0 if region.is_adopted else index_bound_bytes(region.capacity_bytes)
     with directory.lock():
         promised = promised_bytes(directory)
-    if region.owner.state is RegionState.RESERVING:
-        promised = max(promised - missing, 0)  # its own promise is what is asked for here
-    decided = memory.plan(missing + index, read_limits(), promised)
+    # Its own promise is what is asked for here.
+    own = index + (missing if region.owner.state is RegionState.RESERVING else 0)
+    decided = memory.plan(missing + index, read_limits(), max(promised - own, 0))
     return replace(memory.to_body(decided), fits=True)
 
 
@@ -38,7 +37,7 @@ def plan_again(
     """
     with directory.lock():
         missing = max(region.capacity_bytes - region.reserved_bytes(), 0)
-        decided = memory.plan(missing, read_limits(), promised_bytes(directory))
+        decided = plan_beside_others(directory, missing, read_limits)
         if not decided.fits:
             raise decided.refusal(region.engine_id)
         region.retry()

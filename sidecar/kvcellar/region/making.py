@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvcellar.contract import EngineId, RegionState
@@ -24,7 +23,6 @@ from kvcellar.errors import (
     RegionHeld,
 )
 from kvcellar.region import file, locks, metafile, syscalls
-from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import (
     RegionDirectory,
     data_name,
@@ -32,13 +30,10 @@ from kvcellar.region.directory import (
     meta_name,
     temporary_name,
 )
-from kvcellar.region.memory import TMPFS, plan
+from kvcellar.region.memory import TMPFS
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection
-from kvcellar.region.promises import needed_bytes, promised_bytes
+from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
 from kvcellar.region.states import ATTACHABLE, RegionRequest
-
-LimitReader = Callable[[], list[Limit]]
-"""Reads the limits now; called again at each step, since neighbours grow meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ def create(
         ConfigurationError: the volume does not let files be made.
     """
     asked = needed_bytes(request.capacity_bytes)
-    decided = plan(asked, read_limits(), promised_bytes(directory))
+    decided = plan_beside_others(directory, asked, read_limits)
     if not decided.fits:
         raise decided.refusal(request.engine_id)
     engine_id, nonce = request.engine_id, secrets.token_hex(8)

@@ -22,6 +22,7 @@ from kvcellar.region.forks import close_in_children
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import plan
 from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SessionSection, SlotRow
+from kvcellar.region.promises import LimitReader
 from kvcellar.region.states import LEGAL_MOVES, RegionRequest
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class OwnedRegion:
         directory: RegionDirectory,
         request: RegionRequest,
         files: making.RegionFiles,
-        read_limits: making.LimitReader,
+        read_limits: LimitReader,
     ) -> None:
         """Take over the open files of a region; use `acquire`."""
         self._directory = directory
@@ -78,7 +79,7 @@ class OwnedRegion:
 
     @classmethod
     def acquire(
-        cls, directory: RegionDirectory, request: RegionRequest, read_limits: making.LimitReader
+        cls, directory: RegionDirectory, request: RegionRequest, read_limits: LimitReader
     ) -> "OwnedRegion":
         """Own the engine's region: adopt the one that is there, else plan and make one.
 

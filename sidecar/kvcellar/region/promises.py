@@ -6,18 +6,43 @@ its engine sizes it, long after the plan.
 """
 
 import os
+from collections.abc import Callable
 
 from kvcellar.contract import RegionState
 from kvcellar.errors import KVCellarError
 from kvcellar.region import file, metafile
+from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import RegionDirectory, data_name, engine_of_meta, index_name
 from kvcellar.region.index_file import index_bound_bytes
+from kvcellar.region.memory import Plan, plan
 from kvcellar.region.metadata import META_BYTES
+
+LimitReader = Callable[[], list[Limit]]
+"""Reads the limits now; called again at each step, since neighbours grow meanwhile."""
+_PLAN_TRIES = 5
 
 
 def needed_bytes(capacity_bytes: int) -> int:
     """What a new region of that capacity takes of the volume: data, metadata page and index file."""
     return capacity_bytes + META_BYTES + index_bound_bytes(capacity_bytes)
+
+
+def plan_beside_others(
+    directory: RegionDirectory, asked_bytes: int, read_limits: LimitReader
+) -> Plan:
+    """Plan `asked_bytes` beside what all regions have yet to take. Under the lock.
+
+    Others reserve meanwhile, so promises read after the limits would miss what moved in between: the
+    limits are read between two equal looks at the promises, or else behind the larger one.
+    """
+    promised = promised_bytes(directory)
+    limits = read_limits()
+    for _ in range(_PLAN_TRIES):
+        again = promised_bytes(directory)
+        if again == promised:
+            break
+        promised, limits = again, read_limits()
+    return plan(asked_bytes, limits, promised)
 
 
 def promised_bytes(directory: RegionDirectory) -> int:
