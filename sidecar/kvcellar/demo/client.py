@@ -460,4 +460,7 @@ def _environment(config: EngineConfig, sandbox: Sandbox) -> dict[str, str]:
         "VLLM_PLUGINS": "",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        # With two ranks the embedding would otherwise be compiled at the first request, which
+        # takes 25 s and a C++ compiler.
+        "TORCH_COMPILE_DISABLE": "1",
     } | dict(config.env)
