@@ -56,6 +56,7 @@ class Participant:
         self._engine_id = request.engine_id
         self._place = place
         self._pid = os.getpid()
+        self._data_identity = making.identity(place.data_fd)
         self.session = session
         self.marks = FailureMarks(place.index_fd, session.geometry)
 
@@ -76,8 +77,8 @@ class Participant:
 
     @property
     def data_identity(self) -> tuple[int, int]:
-        """(device, inode) of the data file: all ranks of an engine must see the same."""
-        return making.identity(self._place.data_fd)
+        """(device, inode) of the data file, also after `close`: all ranks of an engine must see the same."""
+        return self._data_identity
 
     def report(self, counters: Counters, *, pinned: bool | None = None) -> None:
         """Publish this participant's counters (two small writes, a few microseconds)."""
