@@ -81,7 +81,7 @@ class Bench:
 
     def _sidecar(self, sandbox: Sandbox, capacity_bytes: int) -> Sidecar:
         log = self._folder / "sidecar.log"
-        return Sidecar.start(sandbox, log, ENGINE_ID, str(capacity_bytes), {})
+        return Sidecar.start(sandbox, log, ENGINE_ID, str(capacity_bytes))
 
     def _engine(self, sandbox: Sandbox, *, offload: bool) -> Engine:
         config = EngineConfig(

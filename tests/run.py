@@ -61,7 +61,8 @@ STEPS: tuple[Suite | Command, ...] = (
         (".venv/bin/kvcellar", "demo", "--engine-python", ".venv-vllm/bin/python"),
         timeout_s=900.0,
     ),
-    Suite("vllm", folder="tests/vllm", venv=".venv"),
+    Suite("vllm", folder="tests/vllm", venv=".venv-vllm"),
+    Suite("vllm31", folder="tests/vllm", venv=".venv-vllm31"),
     Suite("cluster", folder="tests/cluster", venv=".venv"),
 )
 """In the order they run: the quick ones first."""

@@ -1,6 +1,7 @@
 """Parts of a real engine are killed with SIGKILL at random moments; the next start just works."""
 
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from kvcellar.demo.models import ModelKind, random_prompt, write_checkpoint
 from kvcellar.demo.sandbox import SHM, Sandbox
 from kvcellar.demo.sidecar import Sidecar
 
-ENGINE_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+pytestmark = [pytest.mark.vllm, pytest.mark.newest]
+
+SIDECAR_PYTHON = Path(__file__).parents[2] / ".venv/bin/python"
 CAPACITY_BYTES = 48 << 20
 RANKS = 2
 PROMPTS = [random_prompt(170, seed) for seed in range(32)]
@@ -27,7 +30,7 @@ def _region_bytes(sandbox: Sandbox) -> int:
 
 def _engine(sandbox: Sandbox, folder: Path) -> Engine:
     config = EngineConfig(
-        python=ENGINE_PYTHON,
+        python=Path(sys.executable),
         model=folder / "model",
         kind=ModelKind.LLAMA,
         ranks=RANKS,
@@ -43,7 +46,9 @@ def _kill_and_restart(folder: Path, parts: list[Part], seed: int) -> None:
     rng = random.Random(seed)
     write_checkpoint(ModelKind.LLAMA, folder / "model")
     with Sandbox.open(CAPACITY_BYTES + (272 << 20)) as sandbox:
-        sidecar = Sidecar.start(sandbox, folder / "sidecar.log", "killed", str(CAPACITY_BYTES), {})
+        sidecar = Sidecar.start(
+            sandbox, folder / "sidecar.log", "killed", str(CAPACITY_BYTES), SIDECAR_PYTHON
+        )
         sidecar.wait_for("Ready", lambda body: body["state"] == "Ready")
         for number, part in enumerate(parts, start=1):
             with _engine(sandbox, folder) as engine:
@@ -78,14 +83,14 @@ def _kill_and_restart(folder: Path, parts: list[Part], seed: int) -> None:
         assert not sandbox.processes()
 
 
-@pytest.mark.vllm
+@pytest.mark.timeout(900)
 def test_a_start_after_a_killed_worker_and_a_killed_scheduler_just_works(tmp_path: Path) -> None:
     # A kill of everything at once is a step of the demo, which runs beside these tests.
     _kill_and_restart(tmp_path, [Part.WORKERS, Part.SCHEDULER], seed=1)
 
 
-@pytest.mark.vllm
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", [Part.WORKERS, Part.SCHEDULER, Part.EVERYTHING])
 def test_ten_kills_of_each_part_leave_nothing_behind(tmp_path: Path, part: Part) -> None:
     _kill_and_restart(tmp_path, [part] * 10, seed=2)

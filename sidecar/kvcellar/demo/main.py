@@ -340,7 +340,7 @@ class Demo:
 
     def _new_sidecar(self, sandbox: Sandbox) -> Sidecar:
         log = self._options.folder / "sidecar.log"
-        return Sidecar.start(sandbox, log, ENGINE_ID, str(CAPACITY_BYTES), {})
+        return Sidecar.start(sandbox, log, ENGINE_ID, str(CAPACITY_BYTES))
 
     def _engine(self, sandbox: Sandbox, model: Path, *, offload: bool) -> Engine:
         config = EngineConfig(

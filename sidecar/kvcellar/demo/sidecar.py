@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,12 @@ class Sidecar:
 
     @classmethod
     def start(
-        cls, sandbox: Sandbox, log: Path, engine_id: str, capacity: str, more: Mapping[str, str]
+        cls,
+        sandbox: Sandbox,
+        log: Path,
+        engine_id: str,
+        capacity: str,
+        python: Path = Path(sys.executable),
     ) -> Self:
         """Start it and return at once.
 
@@ -42,7 +47,7 @@ class Sidecar:
             log: file for its log lines; appended to.
             engine_id: whose region it owns.
             capacity: of the region, such as `80Mi`.
-            more: further `KVCELLAR_*` variables.
+            python: interpreter of an environment with the sidecar's packages.
         """
         port = _free_port()
         env = {
@@ -51,11 +56,10 @@ class Sidecar:
             "KVCELLAR_ENGINE_ID": engine_id,
             "KVCELLAR_CAPACITY": capacity,
             "KVCELLAR_HTTP_PORT": str(port),
-            **more,
         }
         with log.open("ab") as output:
             entry = sandbox.popen(
-                [sys.executable, "-P", "-m", "kvcellar.daemon"],
+                [python, "-P", "-m", "kvcellar.daemon"],
                 env=env,
                 stdout=output,
                 stderr=subprocess.STDOUT,
