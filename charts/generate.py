@@ -52,7 +52,7 @@ def _crds() -> Iterator[tuple[str, str]]:
     for text in crd.render(_KEEP).split("---\n")[1:]:
         if "{{" in text:
             raise ValueError("a CRD has two braces in a row, which Helm would take for its own")
-        plural = yaml.safe_load(text)["spec"]["names"]["plural"]
+        plural = text.partition('name: "')[2].partition(".")[0]
         head, annotations, body = re.split(r"^(  annotations:\n    .*\n)", text, flags=re.MULTILINE)
         yield (
             f"{plural}.yaml",
