@@ -297,6 +297,10 @@ class _Unmapped:
         self.length_bytes = 0
 
 
+def _forget(holder: object) -> None:
+    """Stands for `close_in_children`."""
+
+
 @contextmanager
 def stepping(world: World) -> Iterator[None]:
     """Let the real modules run on the world's system calls and clock."""
@@ -318,6 +322,10 @@ def stepping(world: World) -> Iterator[None]:
             for name, stand in stands.items():
                 if hasattr(module, name) and isinstance(getattr(module, name), ModuleType):
                     replace(module, name, stand)
+            # The descriptors of a killed process are closed behind its back: a real child that is
+            # forked later must not close those numbers again.
+            if hasattr(module, "close_in_children"):
+                replace(module, "close_in_children", _forget)
         replace(import_module("kvcellar.worker.attach"), "Mapping", _Unmapped)
         replace(import_module("kvcellar.region.file"), "STEP_BYTES", 2**20)
         yield

@@ -77,5 +77,7 @@ def _run(program: Callable[[Connection], None], connection: Connection) -> int:
             connection.send(error)
         except BrokenPipeError:
             traceback.print_exc()
+        except Exception:  # noqa: BLE001 - it cannot be pickled
+            connection.send(RuntimeError(traceback.format_exc()))
         return 1
     return 0

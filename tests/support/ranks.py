@@ -81,10 +81,9 @@ class Ranks:
         return heard
 
     def attached(self) -> "Ranks":
-        """Wait until all ranks are attached; an error of one is raised."""
-        for outcome in self.outcomes():
-            if isinstance(outcome, BaseException):
-                raise outcome
+        """Wait until all ranks are attached; else an assertion shows what became of each."""
+        outcomes = self.outcomes()
+        assert outcomes == ["attached"] * len(self.rank), outcomes
         return self
 
     def scheduler(self) -> Child:
