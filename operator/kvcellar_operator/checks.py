@@ -109,11 +109,11 @@ def check_mounts(engines: list[Container], profile: Profile) -> None:
                 )
 
 
-def check_names(pod: Pod, added_volumes: list[dict[str, Any]]) -> None:
-    """Refuse a pod that has containers or volumes of the names that are to be added.
+def check_containers(pod: Pod) -> None:
+    """Refuse a pod that has containers of the names that are to be added.
 
     Raises:
-        InjectionRefused: `ContainerNameTaken` or `VolumeNameTaken`.
+        InjectionRefused: `ContainerNameTaken`.
     """
     for container in all_containers(pod):
         if _OUR_CONTAINERS.fullmatch(container["name"]):
@@ -121,7 +121,15 @@ def check_names(pod: Pod, added_volumes: list[dict[str, Any]]) -> None:
                 Reason.CONTAINER_NAME_TAKEN,
                 f"the pod has a container {container['name']} that was not injected",
             )
-    names = {volume["name"] for volume in added_volumes}
+
+
+def check_volumes(pod: Pod, added: list[dict[str, Any]]) -> None:
+    """Refuse a pod that has volumes of the names that are to be added.
+
+    Raises:
+        InjectionRefused: `VolumeNameTaken`.
+    """
+    names = {volume["name"] for volume in added}
     for volume in items(spec_of(pod), "volumes"):
         if volume.get("name") in names:
             raise InjectionRefused(

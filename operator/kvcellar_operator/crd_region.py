@@ -222,7 +222,7 @@ def _memory_schema() -> Schema:
     return schema.mapping(
         "The pod's memory as it was sized at injection, and what bounds it.",
         {
-            "sumBytes": schema.count("All regions of the pod with their index files."),
+            "sumBytes": schema.count("All regions of the pod."),
             "sidecarBytes": schema.count("Request and limit of the sidecar."),
             "volumeBytes": schema.count(
                 "Size of the volume at /dev/shm; 0 if only the node bounds it."

@@ -119,16 +119,30 @@ def _demand(container: Container) -> _Demand:
     )
 
 
+def pod_request(pod: Pod, resource: Resource) -> int | None:
+    """The request of the pod level, as it is or as the API server derives it; None for none.
+
+    Where the pod level sets any limit, a request that it lacks becomes that of the containers, or, if
+    none of them has one, the limit. Source: defaultPodRequests in pkg/apis/core/v1/defaults.go.
+    """
+    asked = pod_amount(pod, "requests", resource)
+    if asked is not None or not child(child(spec_of(pod), "resources"), "limits"):
+        return asked
+    spec = spec_of(pod)
+    for container in items(spec, "initContainers") + items(spec, "containers"):
+        resources = child(container, "resources")
+        if any(resource in child(resources, kind) for kind in ("requests", "limits")):
+            return aggregate(pod, "requests", resource)
+    return pod_amount(pod, "limits", resource)
+
+
 def _pod_level(pod: Pod) -> _Demand:
-    """The pod level with the API server's defaults: a request is that of the containers, or the limit."""
-    limits = {r: pod_amount(pod, "limits", r) or 0 for r in RESOURCES}
-    requests: dict[Resource, int] = {}
-    for resource in RESOURCES:
-        asked = pod_amount(pod, "requests", resource)
-        if asked is None:
-            asked = aggregate(pod, "requests", resource) or limits[resource]
-        requests[resource] = asked
-    return (requests["cpu"], limits["cpu"], requests["memory"], limits["memory"])
+    return (
+        pod_request(pod, "cpu") or 0,
+        pod_amount(pod, "limits", "cpu") or 0,
+        pod_request(pod, "memory") or 0,
+        pod_amount(pod, "limits", "memory") or 0,
+    )
 
 
 RESOURCES: tuple[Resource, ...] = ("cpu", "memory")

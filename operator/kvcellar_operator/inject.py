@@ -21,13 +21,14 @@ from kvcellar import contract
 from kvcellar_operator import arguments, engines, identity, resources
 from kvcellar_operator.arguments import Argument
 from kvcellar_operator.checks import (
+    check_containers,
     check_kind,
     check_mirror,
     check_mounts,
-    check_names,
     check_opted_in,
     check_port,
     check_size,
+    check_volumes,
 )
 from kvcellar_operator.demands import container_amount, pod_amount, qos_class
 from kvcellar_operator.patch import json_patch
@@ -184,12 +185,13 @@ def _choose_profile(
 
 def _inject(pod: Pod, profile: Profile, settings: InjectSettings) -> Injection:
     check_kind(pod, profile, settings)
+    check_containers(pod)
     check_port(pod, profile)
     new = copy.deepcopy(pod)
     chosen = engines.engine_containers(new, profile, settings.gpu_resources)
     check_mounts(chosen, profile)
     parts = _parts(new, chosen, profile, settings)
-    check_names(new, resources.volumes(parts))
+    check_volumes(new, resources.volumes(parts))
     decided = {c["name"]: _argument(c, parts) for c in chosen}
     add_parts(new, chosen, parts, [argument.words for argument in decided.values()])
     noticed = notices(new, chosen, parts, decided)

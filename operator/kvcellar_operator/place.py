@@ -16,6 +16,7 @@ from kvcellar_operator.demands import (
     has_pod_level,
     memory_limit_bytes,
     pod_amount,
+    pod_request,
 )
 from kvcellar_operator.pods import Container, Pod, child, env_entry, items, mount_at, spec_of
 from kvcellar_operator.profiles import ImagePythonPath
@@ -37,7 +38,7 @@ def add_parts(pod: Pod, engines: list[Container], parts: Parts, words: list[list
         words: arguments to append, for each engine.
     """
     spec = spec_of(pod)
-    before = {r: aggregate(pod, "requests", r) for r in RESOURCES}
+    before = {resource: pod_request(pod, resource) for resource in RESOURCES}
     links: list[Container] = []
     for position, engine in enumerate(engines):
         links += _extend_engine(engine, parts, position)
@@ -115,25 +116,26 @@ def _add_group(spec: dict[str, Any], group: int | None) -> None:
         spec["securityContext"] = {**security, "supplementalGroups": groups}
 
 
-def _raise_pod_level(pod: Pod, owner: Container, before: dict[Resource, int]) -> None:
+def _raise_pod_level(pod: Pod, owner: Container, before: dict[Resource, int | None]) -> None:
     """Raise what the pod level sets by the sidecar's share, so that the pod is not refused.
 
-    A request that the API server would have derived from the engines is written down first, or it would
-    be derived from the sidecar alone.
+    Args:
+        pod: with everything in it.
+        owner: the sidecar.
+        before: the pod level's requests without it. One that the API server would have derived is
+            written down, or it would be derived from the sidecar alone.
     """
     if not has_pod_level(pod):
         return
     spec = spec_of(pod)
     levels = {kind: dict(child(spec["resources"], kind)) for kind in ("requests", "limits")}
     for resource in RESOURCES:
-        limit = pod_amount(pod, "limits", resource)
-        request = pod_amount(pod, "requests", resource)
-        if limit is not None and request is None:
-            request = before[resource] or limit
+        request = before[resource]
         if request is not None:
             share = container_amount(owner, "requests", resource)
             request = max(request + share, aggregate(pod, "requests", resource))
             levels["requests"][resource] = _text(resource, request)
+        limit = pod_amount(pod, "limits", resource)
         if limit is not None:
             share = container_amount(owner, "limits", resource)
             levels["limits"][resource] = _text(resource, max(limit + share, request or 0))

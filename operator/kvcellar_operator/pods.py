@@ -15,8 +15,37 @@ Container = dict[str, Any]
 """One entry of containers or initContainers."""
 
 _CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
-_LISTS_OF_MAPS = ("volumeMounts", "env", "envFrom", "ports")
-_LISTS_OF_TEXTS = ("command", "args")
+
+_LEVELS: dict[str, object] = {"requests": {}, "limits": {}}
+_CONTAINER: dict[str, object] = {
+    "name": str,
+    "image": str,
+    "workingDir": str,
+    "imagePullPolicy": str,
+    "restartPolicy": str,
+    "command": [str],
+    "args": [str],
+    "env": [{"name": str, "value": str, "valueFrom": {"fieldRef": {}}}],
+    "envFrom": [{}],
+    "ports": [{}],
+    "volumeMounts": [{"name": str, "mountPath": str, "subPath": str, "subPathExpr": str}],
+    "resources": _LEVELS,
+    "securityContext": {},
+}
+_POD: dict[str, object] = {
+    "metadata": {"labels": {"*": str}, "annotations": {"*": str}},
+    "spec": {
+        **{key: [_CONTAINER] for key in _CONTAINER_LISTS},
+        "volumes": [{"name": str, "emptyDir": {"medium": str}}],
+        "resources": _LEVELS,
+        "securityContext": {"supplementalGroups": [int]},
+        "nodeSelector": {"*": str},
+        "os": {},
+        "overhead": {},
+    },
+}
+"""The shape of what is read here, below and in the other steps: a map of known fields (`*` for all), a
+list of one shape, or a type. Null passes for all, and fields that are not named are nobody's business."""
 
 
 def items(owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -95,64 +124,34 @@ def check_shape(pod: object) -> None:
     Raises:
         InjectionRefused: `InvalidPod`, with the path of the field.
     """
-    if not isinstance(pod, dict):
-        raise _invalid("the object", "a map")
-    metadata = _map(pod, "metadata", "metadata")
-    for key in ("labels", "annotations"):
-        for name, value in _map(metadata, key, f"metadata.{key}").items():
-            if not isinstance(value, str):
-                raise _invalid(f"metadata.{key}[{name}]", "a text")
-    spec = _map(pod, "spec", "spec")
-    _map(spec, "resources", "spec.resources")
-    _map(spec, "securityContext", "spec.securityContext")
-    _check_volumes(spec)
-    if not items(spec, "containers"):
+    _check(pod, _POD, "")
+    if not isinstance(pod, dict) or not items(spec_of(pod), "containers"):
         raise _invalid("spec.containers", "a list with at least one container")
-    for key in _CONTAINER_LISTS:
-        for container in _maps(spec, key, f"spec.{key}"):
-            _check_container(container, f"spec.{key}")
+    for container in all_containers(pod):
+        if not container.get("name"):
+            raise _invalid("the name of a container", "a text")
 
 
-def _check_volumes(spec: dict[str, Any]) -> None:
-    for volume in _maps(spec, "volumes", "spec.volumes"):
-        _map(volume, "emptyDir", "spec.volumes[].emptyDir")
-
-
-def _check_container(container: dict[str, Any], path: str) -> None:
-    name = container.get("name")
-    if not isinstance(name, str) or not name:
-        raise _invalid(f"{path}[].name", "a text")
-    where = f"{path}[{name}]"
-    for key in _LISTS_OF_MAPS:
-        _maps(container, key, f"{where}.{key}")
-    for key in _LISTS_OF_TEXTS:
-        value = container.get(key)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(text, str) for text in value)
-        ):
-            raise _invalid(f"{where}.{key}", "a list of texts")
-    _map(container, "securityContext", f"{where}.securityContext")
-    resources = _map(container, "resources", f"{where}.resources")
-    for key in ("requests", "limits"):
-        _map(resources, key, f"{where}.resources.{key}")
-
-
-def _map(owner: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-    value = owner.get(key)
+def _check(value: object, shape: object, path: str) -> None:
     if value is None:
-        return {}
+        return
+    if isinstance(shape, dict):
+        _check_map(value, shape, path)
+    elif isinstance(shape, list):
+        if not isinstance(value, list) or None in value:
+            raise _invalid(path, "a list without nulls")
+        for position, entry in enumerate(value):
+            _check(entry, shape[0], f"{path}[{position}]")
+    elif isinstance(shape, type) and (not isinstance(value, shape) or isinstance(value, bool)):
+        raise _invalid(path, "a text" if shape is str else "a whole number")
+
+
+def _check_map(value: object, shape: dict[str, object], path: str) -> None:
     if not isinstance(value, dict):
-        raise _invalid(path, "a map")
-    return value
-
-
-def _maps(owner: dict[str, Any], key: str, path: str) -> list[dict[str, Any]]:
-    value = owner.get(key)
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise _invalid(path, "a list of maps")
-    return value
+        raise _invalid(path or "the object", "a map")
+    for key, inner in shape.items():
+        for name in value if key == "*" else (key,):
+            _check(value.get(name), inner, f"{path}.{name}".lstrip("."))
 
 
 def _invalid(path: str, wanted: str) -> InjectionRefused:

@@ -9,6 +9,8 @@ import re
 from typing import Any
 
 _PLAIN_KEY = re.compile(r"[A-Za-z$][A-Za-z0-9_./-]*")
+_UNPRINTABLE = re.compile("[\x7f-\x84\x86-\x9f]")
+"""Characters that JSON takes as they are, and YAML does not."""
 _AMBIGUOUS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
 
@@ -22,7 +24,7 @@ def _lines(value: Any) -> list[str]:  # noqa: ANN401 - any plain data
         return [line for key, item in value.items() for line in _entry(f"{_key(key)}:", item)]
     if isinstance(value, list) and value:
         return [line for item in value for line in _list_item(item)]
-    return [json.dumps(value, ensure_ascii=False)]
+    return [_scalar(value)]
 
 
 def _entry(head: str, item: Any) -> list[str]:  # noqa: ANN401 - any plain data
@@ -37,6 +39,11 @@ def _list_item(item: Any) -> list[str]:  # noqa: ANN401 - any plain data
     return [f"- {first}", *(f"  {line}" for line in rest)]
 
 
+def _scalar(value: Any) -> str:  # noqa: ANN401 - any plain data
+    text = json.dumps(value, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
 def _key(key: str) -> str:
     is_plain = _PLAIN_KEY.fullmatch(key) and key.lower() not in _AMBIGUOUS
-    return key if is_plain else json.dumps(key, ensure_ascii=False)
+    return key if is_plain else _scalar(key)
