@@ -99,6 +99,17 @@ def test_a_gate_opens_when_the_regions_are_far_enough(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("regions", [None, Answer(503, "{}"), Answer(200, '{"regions": []}')])
+@pytest.mark.parametrize("gate", [StartGate.RESERVED, StartGate.SETTLED])
+def test_a_gate_stays_shut_while_no_region_is_shown(
+    monkeypatch: pytest.MonkeyPatch, gate: StartGate, regions: Answer | None
+) -> None:
+    answers = {"/startupz": Answer(200, "ok\n"), "/v1/regions": regions}
+    monkeypatch.setattr(SidecarClient, "get", lambda _client, path: answers.get(path))
+    with pytest.raises(NotReady, match="shows no region"):
+        wait.run(gate, 0.0)
+
+
 @pytest.mark.parametrize(
     ("gate", "state", "why"),
     [

@@ -58,6 +58,8 @@ def _why_shut(client: SidecarClient, gate: StartGate, on_failure: OnFailure) -> 
         _stop_if_refused(client, regions)
     if gate is StartGate.PLAN or started.status != 200:
         return "" if started.status == 200 else started.detail
+    if not regions:  # it has just ended, or is no sidecar
+        return f"the sidecar at {client.address} shows no region"
     enough = _ENOUGH[gate] | (_GIVEN_UP if on_failure is OnFailure.DEGRADE else set())
     behind = [region for region in regions if region.get("state") not in enough]
     return _sentence(behind[0]) if behind else ""
