@@ -1,5 +1,6 @@
 """The sidecar's service in process, on a real tmpfs: what goes wrong with a region, and what becomes of it."""
 
+import errno
 import os
 import subprocess
 import threading
@@ -13,7 +14,7 @@ from kvcellar.daemon.config import Settings
 from kvcellar.daemon.service import Service, region_requests
 from kvcellar.daemon.status import RegionView
 from kvcellar.errors import ConfigurationError, DoesNotFit, NotReady, RegionHeld, RegionMismatch
-from kvcellar.region import locks, participants
+from kvcellar.region import file, locks, participants
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
@@ -352,6 +353,28 @@ def test_a_damaged_region_fails_and_is_made_anew_once_nobody_holds_it(
     assert after.owner is not None
     assert after.owner.nonce != before.owner.nonce
     until(lambda: used_bytes(volume) <= 8 * MIB + META_BYTES + 8192, "one region is left")
+
+
+def test_a_region_whose_settling_fails_under_an_engine_is_made_anew_afterwards(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle_step, attached, failed = file.settle_step, threading.Event(), threading.Event()
+
+    def fail_once(fd: int, offset_bytes: int, length_bytes: int, threads: int = 1) -> None:
+        assert attached.wait(20)
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        settle_step(fd, offset_bytes, length_bytes, threads)
+
+    monkeypatch.setattr(file, "settle_step", fail_once)
+    running = make_service()
+    running.until_state(RegionState.RESERVED)
+    engine = attach(running.directory)
+    attached.set()
+    running.until_state(FAILED)
+    engine.close()
+    running.until_state(READY)
 
 
 def test_under_fail_damage_ends_the_sidecar(make_service: MakeService) -> None:

@@ -100,9 +100,9 @@ class RegionKeeper:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs, or has ended as it should."""
+        """Whether the thread runs, is yet to begin, or has ended as it should."""
         is_over = self._stop.is_set() or self.view.state is RegionState.RELEASED
-        return is_over or self._thread.is_alive()
+        return is_over or self._thread.ident is None or self._thread.is_alive()
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -161,9 +161,17 @@ class RegionKeeper:
         directory = self._open_directory()
         if self._region is not None and self._is_damaged:
             self._clear_away(self._region)
-        if self._region is not None:
-            self._show(self._region, plans.plan_again(self._region, directory, self._read_limits))
-            return self._region
+        region = self._region
+        if region is None:
+            region = self._acquire(directory)
+        else:
+            self._show(region, plans.plan_again(region, directory, self._read_limits))
+        if region.owner.state is RegionState.FAILED:
+            # An engine holds it: it is cleared away once that one has gone.
+            raise RegionMismatch(region.owner.reason)
+        return region
+
+    def _acquire(self, directory: RegionDirectory) -> OwnedRegion:
         self._take_notice_down()
         region = OwnedRegion.acquire(directory, self._request, self._read_limits)
         self._region = region
@@ -177,8 +185,6 @@ class RegionKeeper:
                 "region keeps its old capacity: an engine holds it",
                 extra=self._fields(asked_bytes=region.asked_bytes),
             )
-        if region.owner.state is RegionState.FAILED:  # while an engine held it, which still does
-            raise RegionMismatch(region.owner.reason)
         return region
 
     def _clear_away(self, region: OwnedRegion) -> None:
