@@ -141,6 +141,24 @@ demo: system venv venv-vllm ## a real engine is killed and restarted, and return
 bench: system venv venv-vllm ## what a region costs an engine's start: minutes, on a quiet machine
 	$(PY) bench/start_gate.py --engine-python .venv-vllm/bin/python
 
+# The names of namespace and release are those of the documents; what the roles need on an old cluster is
+# in, so the result suits every version.
+MANIFESTS ?= dist/manifests
+TEMPLATE := template kvcellar charts/kvcellar --namespace kvcellar-system --kube-version 1.29
+
+.PHONY: manifests
+manifests: venv ## CRDs into the chart, and all of it as plain YAML; MANIFESTS=folder MANIFEST_ARGS=--set...
+	$(PY) charts/generate.py
+	@helm="$$(command -v helm || $(PY) -c \
+		'from tests.cluster.box.programs import programs; print(programs() / "helm")')"; \
+	mkdir -p $(MANIFESTS); \
+	cp charts/namespace.yaml $(MANIFESTS)/; \
+	"$$helm" $(TEMPLATE) $(MANIFEST_ARGS) --skip-tests --set crds.install=false \
+		>$(MANIFESTS)/kvcellar.yaml; \
+	"$$helm" $(TEMPLATE) $(MANIFEST_ARGS) --skip-tests --set crds.install=true \
+		--show-only 'templates/crds/*.yaml' >$(MANIFESTS)/crds.yaml; \
+	echo "$(MANIFESTS): crds.yaml, namespace.yaml and kvcellar.yaml, to be applied in this order"
+
 .PHONY: lock
 lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
 lock: COMPILE := $(UV) pip compile --quiet --python-version 3.11 --generate-hashes \
