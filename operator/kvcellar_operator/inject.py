@@ -31,6 +31,7 @@ from kvcellar_operator.checks import (
     check_volumes,
 )
 from kvcellar_operator.demands import container_amount, pod_amount, qos_class
+from kvcellar_operator.parts import Parts
 from kvcellar_operator.patch import json_patch
 from kvcellar_operator.place import add_parts
 from kvcellar_operator.pods import (
@@ -47,7 +48,6 @@ from kvcellar_operator.profile_reader import InvalidProfile, parse_profile, pars
 from kvcellar_operator.profiles import Profile
 from kvcellar_operator.quantities import format_bytes
 from kvcellar_operator.reasons import REASONS, InjectionRefused, Notice, Outcome, Reason
-from kvcellar_operator.resources import Parts
 from kvcellar_operator.settings import InjectSettings
 from kvcellar_operator.shm import shared_memory
 from kvcellar_operator.sizing import size

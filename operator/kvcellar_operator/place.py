@@ -7,7 +7,7 @@ is given here is a copy that the caller owns; a fresh list is made for each list
 from typing import Any
 
 from kvcellar.contract import DEFAULT_ROOT, ENV_POD_MEMORY_LIMIT, LIBRARY_CURRENT
-from kvcellar_operator import resources
+from kvcellar_operator import resources, variables
 from kvcellar_operator.demands import (
     RESOURCES,
     Resource,
@@ -18,10 +18,10 @@ from kvcellar_operator.demands import (
     pod_amount,
     pod_request,
 )
+from kvcellar_operator.parts import Parts
 from kvcellar_operator.pods import Container, Pod, child, env_entry, items, mount_at, spec_of
 from kvcellar_operator.profiles import ImagePythonPath
 from kvcellar_operator.quantities import format_bytes, format_millicpus
-from kvcellar_operator.resources import Parts
 
 _PYTHONPATH = "PYTHONPATH"
 _AFTER = "istio-proxy"
@@ -58,7 +58,7 @@ def _extend_engine(engine: Container, parts: Parts, position: int) -> list[Conta
     mounts = [] if mount_at(engine, DEFAULT_ROOT) else [dict(parts.shm.mount)]
     env = [
         entry
-        for entry in resources.engine_env(parts, parts.engine_ids[position])
+        for entry in variables.engine_env(parts, parts.engine_ids[position])
         if env_entry(engine, entry["name"]) is None
     ]
     links: list[Container] = []

@@ -1,4 +1,4 @@
-"""Builds what is put into a pod: containers, volumes, mounts, variables. Pure; it changes no pod.
+"""Builds what is put into a pod: containers, volumes, mounts. Pure; it changes no pod.
 
 Every container that comes from here passes the restricted Pod Security Standard by construction
 (`restricted_security`), asks for requests and limits that keep the pod's QoS class (`_resources`), and
@@ -6,18 +6,15 @@ sees no service-account token (`_TOKEN_MASK`).
 Source: https://kubernetes.io/docs/concepts/security/pod-security-standards/
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from kvcellar import contract
+from kvcellar_operator import variables
 from kvcellar_operator.demands import QosClass
 from kvcellar_operator.identity import Identity
+from kvcellar_operator.parts import Parts
 from kvcellar_operator.pods import Container
-from kvcellar_operator.profiles import Profile
 from kvcellar_operator.quantities import MEBIBYTE, format_bytes, format_millicpus
-from kvcellar_operator.settings import InjectSettings
-from kvcellar_operator.shm import SharedMemory
-from kvcellar_operator.sizing import Sizing
 
 PATH_ENTRIES = 8
 """Entries of an image's PYTHONPATH that can be linked."""
@@ -28,7 +25,6 @@ _TOKEN_MASK = {"name": contract.VOLUME_NO_TOKEN, "mountPath": _TOKEN_PATH, "read
 _LIBRARY_MOUNT = {"name": contract.VOLUME_LIBRARY, "mountPath": contract.LIBRARY_DIR}
 _INIT_MEMORY_BYTES = 128 * MEBIBYTE
 _LIBRARY_LIMIT = "256Mi"
-_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - the kubelet and the operator ask from outside the pod
 
 # The kubelet takes "$(" and "$$" in a command for its own, so the script uses neither.
 _LINK_PYTHONPATH = """\
@@ -53,41 +49,6 @@ exit 1
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """All that the builders need to know of one pod.
-
-    Attributes:
-        profile: what to inject.
-        settings: the injector's own.
-        sizing: how large.
-        shm: the volume at /dev/shm.
-        identity: user and group of our containers.
-        engine_ids: one for each engine container, without `_dp` suffix.
-        qos: the class of the pod, to be kept.
-        is_host_network: whether the pod uses the node's network.
-    """
-
-    profile: Profile
-    settings: InjectSettings
-    sizing: Sizing
-    shm: SharedMemory
-    identity: Identity
-    engine_ids: tuple[str, ...]
-    qos: QosClass
-    is_host_network: bool
-
-    @property
-    def image(self) -> str:
-        """The image of the sidecar and of `kvcellar-wait`."""
-        return self.profile.sidecar.image or self.settings.image
-
-    @property
-    def has_library(self) -> bool:
-        """Whether engines get the library: an unmodified vLLM needs none."""
-        return self.profile.mode is contract.Mode.PLUGIN
-
-
 def sidecar(parts: Parts) -> Container:
     """The native sidecar: it owns the regions."""
     port: dict[str, Any] = {
@@ -107,7 +68,7 @@ def sidecar(parts: Parts) -> Container:
         **_image(parts, parts.image),
         "command": ["kvcellar", "sidecar"],
         "restartPolicy": "Always",
-        "env": _sidecar_env(parts),
+        "env": variables.sidecar_env(parts),
         "ports": [port],
         # No startup and no readiness probe: with either a crashed engine would wait for the sidecar.
         "livenessProbe": {
@@ -132,16 +93,11 @@ def wait(parts: Parts) -> Container:
         install = f"kvcellar install-library {contract.LIBRARY_DIR}"
         command = ["sh", "-c", f"{install} && exec {gate}"]
         mounts = [dict(_LIBRARY_MOUNT), *mounts]
-    env = {
-        contract.ENV_ON_FAILURE: parts.profile.on_failure,
-        contract.ENV_HTTP_HOST: _http_host(parts),
-        contract.ENV_HTTP_PORT: parts.profile.sidecar.port,
-    }
     return {
         "name": contract.CONTAINER_WAIT,
         **_image(parts, parts.image),
         "command": command,
-        "env": _literals(env),
+        "env": variables.wait_env(parts),
         **_resources(parts, _INIT_MEMORY_BYTES),
         **_common(parts),
         "volumeMounts": mounts,
@@ -195,23 +151,6 @@ def volumes(parts: Parts) -> list[dict[str, Any]]:
     ]
 
 
-def engine_env(parts: Parts, engine_id: str) -> list[dict[str, Any]]:
-    """The variables of an engine; those that it sets itself are left out by whoever adds them."""
-    profile = parts.profile
-    named = [_uid_entry(contract.ENV_POD_UID), _engine_id_entry(engine_id)]
-    if not parts.has_library:
-        return named  # an unmodified vLLM reads none, but its arguments refer to the id
-    values = {
-        contract.ENV_ROOT: contract.DEFAULT_ROOT,
-        contract.ENV_OWNER: contract.Owner.SIDECAR,
-        contract.ENV_ENGINES: profile.engines,
-        contract.ENV_ON_FAILURE: profile.on_failure,
-        contract.ENV_ATTACH_TIMEOUT: profile.attach_timeout,
-        contract.ENV_PIN: profile.pin,
-    }
-    return [*named, *_literals(values)]
-
-
 def restricted_security(identity: Identity) -> dict[str, Any]:
     """A security context that passes the restricted Pod Security Standard."""
     user = {} if identity.user is None else {"runAsUser": identity.user}
@@ -226,47 +165,6 @@ def restricted_security(identity: Identity) -> dict[str, Any]:
         **group,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-
-
-def _sidecar_env(parts: Parts) -> list[dict[str, Any]]:
-    profile = parts.profile
-    values = {
-        contract.ENV_ENGINE_ID: ",".join(parts.engine_ids),
-        contract.ENV_ENGINES: profile.engines,
-        contract.ENV_ROOT: contract.DEFAULT_ROOT,
-        contract.ENV_CAPACITY: parts.sizing.capacity_bytes,
-        contract.ENV_CONTENTS: profile.contents,
-        contract.ENV_RETENTION: profile.retention,
-        contract.ENV_MODE: profile.mode,
-        contract.ENV_ON_FAILURE: profile.on_failure,
-        contract.ENV_JANITOR: profile.janitor,
-        contract.ENV_HUGE_PAGES: profile.huge_pages,
-        contract.ENV_DESIRED_FILE: contract.DESIRED_FILE,
-        contract.ENV_HTTP_HOST: _http_host(parts),
-        contract.ENV_HTTP_PORT: profile.sidecar.port,
-        **{name: text for name, text in profile.sidecar.env if name != contract.ENV_HTTP_HOST},
-    }
-    of_mount = [dict(entry) for entry in parts.shm.env if entry["name"] not in values]
-    return [_uid_entry(contract.ENV_POD_UID), *_literals(values), *of_mount]
-
-
-def _http_host(parts: Parts) -> str:
-    return dict(parts.profile.sidecar.env).get(contract.ENV_HTTP_HOST, _ALL_ADDRESSES)
-
-
-def _engine_id_entry(engine_id: str) -> dict[str, Any]:
-    if engine_id == f"$({contract.ENV_POD_UID})":
-        return _uid_entry(contract.ENV_ENGINE_ID)
-    return {"name": contract.ENV_ENGINE_ID, "value": engine_id}
-
-
-def _uid_entry(name: str) -> dict[str, Any]:
-    field = {"apiVersion": "v1", "fieldPath": "metadata.uid"}
-    return {"name": name, "valueFrom": {"fieldRef": field}}
-
-
-def _literals(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"name": name, "value": str(value)} for name, value in values.items()]
 
 
 def _image(parts: Parts, image: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from kvcellar import contract
 from kvcellar_operator import engines
 from kvcellar_operator.arguments import Argument
 from kvcellar_operator.demands import QosClass, memory_limit_bytes
+from kvcellar_operator.parts import Parts
 from kvcellar_operator.pods import Container, Pod
 from kvcellar_operator.reasons import Notice
-from kvcellar_operator.resources import Parts
 from kvcellar_operator.sizing import volume_size
 
 
