@@ -18,7 +18,7 @@ from tests.model.stepped import Process, Violation, World, stepping
 pytestmark = pytest.mark.integration
 
 CI_SCHEDULES = 40
-SOAK_SCHEDULES = 5_000
+SOAK_SCHEDULES = 2_000
 SEARCHED = 150
 """Schedules in which a rule that was left out has to show."""
 
