@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.contract import EngineId, RegionState, Role
+from kvcellar.contract import EngineId, PlanBody, RegionState, Role
+from kvcellar.daemon import plans
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.service import Service, region_requests
 from kvcellar.daemon.status import RegionView
@@ -19,6 +20,8 @@ from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
 from kvcellar.region.metadata import META_BYTES, OWNER_AT, SESSION_AT, Section
+from kvcellar.region.owner import OwnedRegion
+from kvcellar.region.promises import LimitReader
 from tests.integration.conftest import MakeVolume
 from tests.support.sidecars import until, used_bytes
 
@@ -358,7 +361,8 @@ def test_a_damaged_region_fails_and_is_made_anew_once_nobody_holds_it(
 def test_a_region_whose_settling_fails_under_an_engine_is_made_anew_afterwards(
     make_service: MakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle_step, attached, failed = file.settle_step, threading.Event(), threading.Event()
+    settle_step, plan_again = file.settle_step, plans.plan_again
+    attached, failed, tried_again = threading.Event(), threading.Event(), threading.Event()
 
     def fail_once(fd: int, offset_bytes: int, length_bytes: int, threads: int = 1) -> None:
         assert attached.wait(20)
@@ -367,12 +371,21 @@ def test_a_region_whose_settling_fails_under_an_engine_is_made_anew_afterwards(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         settle_step(fd, offset_bytes, length_bytes, threads)
 
+    def plan_and_tell(
+        region: OwnedRegion, directory: RegionDirectory, read_limits: LimitReader
+    ) -> PlanBody:
+        plan = plan_again(region, directory, read_limits)
+        tried_again.set()
+        return plan
+
     monkeypatch.setattr(file, "settle_step", fail_once)
+    monkeypatch.setattr(plans, "plan_again", plan_and_tell)
     running = make_service()
     running.until_state(RegionState.RESERVED)
     engine = attach(running.directory)
     attached.set()
     running.until_state(FAILED)
+    assert tried_again.wait(20)  # while the engine holds it
     engine.close()
     running.until_state(READY)
 
