@@ -21,7 +21,8 @@ UV := $(TOOLS)/uv/bin/uv
 PY := .venv/bin/python
 
 # Commands that the tests and the demo call, each with its Debian package.
-SYSTEM_TOOLS := flock:util-linux unshare:util-linux strace:strace ps:procps
+SYSTEM_TOOLS := flock:util-linux unshare:util-linux strace:strace ps:procps \
+	openssl:openssl ip:iproute2
 
 hash_of = $(firstword $(shell sha256sum $(1) | sha256sum))
 SOURCES := $(shell find sidecar operator -type f -not -name '*.py[co]' | LC_ALL=C sort)
@@ -141,6 +142,14 @@ demo: system venv venv-vllm ## a real engine is killed and restarted, and return
 bench: system venv venv-vllm ## what a region costs an engine's start: minutes, on a quiet machine
 	$(PY) bench/start_gate.py --engine-python .venv-vllm/bin/python
 
+# Standard library only, so any Python does.
+.PHONY: cluster cluster-down
+cluster: system ## leave a real Kubernetes control plane running here; CLUSTER_ARGS=--bridge
+	@$(PYTHON) -m tests.cluster.box up $(TOOLS)/cluster $(CLUSTER_ARGS)
+
+cluster-down: ## remove every trace of it
+	@$(PYTHON) -m tests.cluster.box down $(TOOLS)/cluster
+
 # The names of namespace and release are those of the documents; what the roles need on an old cluster is
 # in, so the result suits every version.
 MANIFESTS ?= dist/manifests
@@ -174,7 +183,7 @@ lock: $(UV_STAMP) ## resolve requirements/*.txt anew; LOCK_ARGS=--upgrade takes 
 		--output-file requirements/vllm31.txt
 
 .PHONY: clean
-clean: ## remove everything that make made
+clean: cluster-down ## remove everything that make made
 	rm -rf .tools .venv .venv-vllm .venv-vllm31 .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis .import_linter_cache dist
 	find sidecar operator tests -type d -name __pycache__ -prune -exec rm -rf {} +

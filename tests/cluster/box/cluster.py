@@ -1,0 +1,222 @@
+"""A Kubernetes control plane of one's own: real programs on this machine, gone after use.
+
+It has no kubelet: tests make the nodes and set the status of pods themselves (`simulated`).
+
+A cluster writes down what it makes before it makes it (`record`). While its maker lives, `stop`
+removes it. A *keeper*, a process of its own that holds a pipe to the maker, does so if the maker
+dies in whatever way. A cluster that is left running on purpose has none.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.box.access import Access
+from tests.cluster.box.commands import CONTROL_PLANE, Files, audit_log, command
+from tests.cluster.box.errors import ApiError, BoxError
+from tests.cluster.box.processes import ProcessId
+from tests.cluster.box.programs import programs
+from tests.cluster.box.record import Record
+from tests.cluster.box.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[3]
+
+_START_DEADLINE_S = 90.0
+"""Measured: 6 s on 2 idle cores; other tests may share them."""
+
+
+class Cluster(Access):
+    """One cluster: `start` and `stop` it, or take `running` as a context."""
+
+    def __init__(self, settings: Settings, folder_of_programs: Path) -> None:
+        super().__init__(settings.folder / "kubeconfig", folder_of_programs, settings.folder)
+        self.settings = settings
+        self._folder_of_programs = folder_of_programs
+        self._record = Record(settings.folder)
+        self._files: Files | None = None
+        self._own: dict[str, subprocess.Popen[bytes]] = {}
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, settings: Settings) -> "Iterator[Cluster]":
+        """A cluster for the length of a block."""
+        cluster = cls(settings, programs())
+        cluster.start()
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+
+    # --- start and stop --------------------------------------------------------------------------
+
+    def start(self, *, keep_running: bool = False) -> None:
+        """Start it and wait until it takes pods; after an error nothing is left of it.
+
+        Args:
+            keep_running: leave it running when this process ends.
+
+        Raises:
+            BoxError: the folder exists already, or a program ended or was not ready in time.
+        """
+        try:
+            self.settings.folder.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            raise BoxError(f"{self.settings.folder} exists: it may be another cluster's") from None
+        try:
+            self.settings.logs.mkdir(parents=True, exist_ok=True)
+            self._record.save()
+            if not keep_running:
+                self._start_keeper()
+            self._make_bridge()
+            self._files = Files.write(self.settings)
+            for program in CONTROL_PLANE:
+                self.start_program(program)
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every process and remove every trace but the logs; it may be stopped twice."""
+        self.close()
+        self._record.remove_all()
+        for process in self._own.values():
+            process.wait()
+        if self._keeper is not None:
+            # At the end of the pipe it finds nothing to do.
+            self._keeper.communicate()
+            self._keeper = None
+
+    # --- single programs -------------------------------------------------------------------------
+
+    def start_program(self, program: str) -> None:
+        """Start one of `CONTROL_PLANE`; also again, after `end_program`."""
+        if self._files is None:
+            raise BoxError("the cluster is not started")
+        argv = [program, *command(program, self.settings, self._files)]
+        with (self.settings.logs / f"{program}.log").open("ab") as log:
+            process = subprocess.Popen(
+                argv,
+                executable=self._folder_of_programs / program,
+                cwd=self.settings.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # An interrupt of the terminal is for the maker, which then stops the cluster.
+                start_new_session=True,
+            )
+        self._own[program] = process
+        self._record.processes[program] = ProcessId.of(process.pid)
+        self._record.save()
+
+    def end_program(self, program: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """End one of them, as an outage does; returns when it is gone."""
+        if not self._record.processes[program].end(number, deadline_s=60.0):
+            raise BoxError(f"{program} did not end on {number.name} within 60 s")
+        self._own[program].wait()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the API server answers that it is ready."""
+        self._wait(self._is_ready, "the API server is not ready")
+
+    # --- what it shows ---------------------------------------------------------------------------
+
+    def audit(self, user: str | None = None) -> Iterator[dict[str, Any]]:
+        """The requests answered so far, oldest first; of one user, or of all.
+
+        A ServiceAccount's name as a user is ``system:serviceaccount:<namespace>:<name>``.
+        """
+        with audit_log(self.settings).open() as lines:
+            # The last line may be half written.
+            for event in (json.loads(line) for line in lines if line.endswith("\n")):
+                if user is None or event["user"]["username"] == user:
+                    yield event
+
+    def as_user(self, name: str, *groups: str) -> Access:
+        """The cluster as another user sees it, with a client certificate of that name and groups."""
+        if self._files is None:
+            raise BoxError("the cluster is not started")
+        label = f"user-{time.monotonic_ns()}"
+        pair = self._files.authority.client(label, name, list(groups))
+        files = {"client-certificate": str(pair.certificate), "client-key": str(pair.key)}
+        return self.as_user_with(files, label)
+
+    def pids(self) -> dict[str, int]:
+        """The processes, by program."""
+        return {name: process.pid for name, process in self._record.processes.items()}
+
+    # --- inside start ----------------------------------------------------------------------------
+
+    def _start_keeper(self) -> None:
+        with (self.settings.logs / "keeper.log").open("ab") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "tests.cluster.box", "keep", self.settings.folder],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _make_bridge(self) -> None:
+        bridge = self.settings.bridge
+        if bridge is None:
+            return
+        self._record.bridge = bridge.name
+        self._record.save()
+        for arguments in (
+            f"link add {bridge.name} type bridge",
+            f"address add {bridge.interface} dev {bridge.name}",
+            f"link set {bridge.name} up",
+            # No packet to a Service may leave the machine, kube-proxy or not.
+            f"route add {self.settings.service_subnet} dev {bridge.name}",
+        ):
+            done = subprocess.run(
+                ["ip", *arguments.split()], capture_output=True, text=True, timeout=10, check=False
+            )
+            if done.returncode != 0:
+                raise BoxError(f"ip {arguments}: {done.stderr.strip()} (a bridge needs root)")
+
+    def _wait_until_ready(self) -> None:
+        self._wait(self._is_ready, "the API server is not ready")
+        # Made by the controller manager; without it the API server takes no pod.
+        self._wait(
+            lambda: self._exists("/api/v1/namespaces/default/serviceaccounts/default"),
+            "the controller manager has made no ServiceAccount",
+        )
+
+    def _wait(self, look: Callable[[], bool], complaint: str) -> None:
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while not look():
+            for program, process in self._own.items():
+                if process.poll() is not None:
+                    raise BoxError(f"{program} ended by itself:\n{self._end_of_log(program)}")
+            if time.monotonic() > deadline:
+                logs = "\n".join(self._end_of_log(program) for program in self._own)
+                raise BoxError(f"{complaint} after {_START_DEADLINE_S} s:\n{logs}")
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.api.raw("GET", "/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self.api.get(path)
+        except ApiError:
+            return False
+        return True
+
+    def _end_of_log(self, program: str) -> str:
+        path = self.settings.logs / f"{program}.log"
+        lines = path.read_text(errors="replace").splitlines()[-15:]
+        return "\n".join([f"--- {path}", *lines])
