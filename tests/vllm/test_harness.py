@@ -25,7 +25,7 @@ box = Sandbox.open(1 << 20)
 box.popen(["sh", "-c", "sleep 1000 & exec sleep 1000"])
 while len(box.processes()) < 2:
     time.sleep(0.01)
-print(*[process.pid for process in box.processes()], flush=True)
+print(box.scratch, *[process.pid for process in box.processes()], flush=True)
 time.sleep(1000)
 """
 
@@ -41,6 +41,10 @@ def test_a_command_in_a_sandbox_has_its_own_shm_and_ends_as_it_would_outside(
     assert sandbox.path(SHM / "here").read_text() == "seen\n"
     assert not (SHM / "here").exists()
 
+    # Whatever the command's environment says, the sandbox finds its own program.
+    shown = sandbox.run(["env"], env={"PATH": os.environ["PATH"], "PYTHONHOME": "/"}, timeout_s=10)
+    assert sorted(shown.stdout.split()) == [f"PATH={os.environ['PATH']}", "PYTHONHOME=/"]
+
     assert sandbox.run(["sh", "-c", "exit 7"], timeout_s=10).returncode == 7
     assert sandbox.run(["sh", "-c", "kill -USR1 $$"], timeout_s=10).returncode == -signal.SIGUSR1
     sleeper = sandbox.popen(["sleep", "1000"])
@@ -55,11 +59,13 @@ def test_a_sandbox_dies_with_the_process_that_made_it() -> None:
     maker = subprocess.Popen([sys.executable, "-P", "-c", MAKER], stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     with maker.stdout:
-        inside = [_identified(int(pid)) for pid in maker.stdout.readline().split()]
-    assert len(inside) == 2
+        scratch, *pids = maker.stdout.readline().split()
+    inside = [_identified(int(pid)) for pid in pids]
+    assert (len(inside), Path(scratch).is_dir()) == (2, True)
     maker.kill()
     maker.wait()
     assert processes.wait_gone(inside, timeout_s=10) == []
+    assert not Path(scratch).exists()
 
 
 def test_an_engine_repeats_its_tokens_counts_hits_and_leaves_nothing(

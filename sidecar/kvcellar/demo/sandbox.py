@@ -23,12 +23,11 @@ import ctypes
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -50,6 +49,7 @@ _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWPID = 0x20000000
 _MS_NOSUID = 2
 _MS_NODEV = 4
+_MNT_DETACH = 2
 _PR_SET_PDEATHSIG = 1
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -61,16 +61,25 @@ class ProcessesLeft(KVCellarError):
 
 @dataclass(frozen=True, slots=True)
 class _Mounts:
-    """What the holder mounts: tmpfs sizes in bytes by mount point."""
+    """What the holder mounts.
 
+    Attributes:
+        scratch: a folder to cover with a tmpfs, and to remove at the end.
+        tmpfs: size in bytes by mount point, scratch among them.
+    """
+
+    scratch: str
     tmpfs: dict[str, int]
 
     def encode(self) -> str:
-        return json.dumps(self.tmpfs)
+        """As one argument of a command."""
+        return json.dumps([self.scratch, self.tmpfs])
 
     @classmethod
     def decode(cls, text: str) -> "_Mounts":
-        return cls({str(path): int(size_bytes) for path, size_bytes in json.loads(text).items()})
+        """The inverse of `encode`."""
+        scratch, tmpfs = json.loads(text)
+        return cls(str(scratch), {str(path): int(bytes_) for path, bytes_ in tmpfs.items()})
 
 
 class Sandbox:
@@ -117,13 +126,14 @@ class Sandbox:
         ]
         if os.geteuid() != 0:
             command += ["--user", "--map-root-user"]
-        command += ["--", *_SELF, "hold", _Mounts(sizes).encode()]
+        command += ["--", *_SELF, "hold", _Mounts(str(scratch), sizes).encode()]
         try:
             holder = subprocess.Popen(  # noqa: S603  our own program
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                env=_own_environment(),
                 text=True,
                 start_new_session=True,
             )
@@ -134,7 +144,8 @@ class Sandbox:
             return cls(holder, _first_process(holder), scratch)
         except KVCellarError:
             _end(holder)
-            shutil.rmtree(scratch, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                scratch.rmdir()
             raise
 
     def __enter__(self) -> Self:
@@ -181,15 +192,19 @@ class Sandbox:
             The entry. Signals that it is sent reach the command (SIGTERM, SIGINT, SIGHUP,
             SIGUSR1, SIGUSR2, and SIGKILL in effect), and its status is the command's.
         """
-        entry = subprocess.Popen(  # noqa: S603  the caller's command, no shell
-            [*_SELF, "enter", str(self._first.pid), *map(str, command)],
-            env=env,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+        first = self._first
+        # The entry's environment is not the command's, which may hide this package from it.
+        with _sealed(os.environ if env is None else env) as environment:
+            where = (first.pid, first.started_ticks, environment)
+            entry = subprocess.Popen(  # noqa: S603  the caller's command, no shell
+                [*_SELF, "enter", *map(str, (*where, *command))],
+                env=_own_environment(),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[environment, *pass_fds],
+                start_new_session=True,
+            )
         self._entries.append(entry)
         return entry
 
@@ -239,7 +254,8 @@ class Sandbox:
         if not left:
             for entry in self._entries:
                 entry.wait()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.scratch.rmdir()
         if left:
             names = ", ".join(f"{process.pid} ({processes.title(process)})" for process in left)
             raise ProcessesLeft(
@@ -249,6 +265,23 @@ class Sandbox:
 
 _SELF = (sys.executable, "-P", "-m", "kvcellar.demo.sandbox")
 _SCRATCH_BYTES = 1 << 30
+
+
+def _own_environment() -> dict[str, str]:
+    """Of the holder and the entries: they find this package where this process has found it."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@contextlib.contextmanager
+def _sealed(environment: Mapping[str, str]) -> Iterator[int]:
+    """A descriptor to read these variables from, as JSON; open as long as the context."""
+    descriptor = os.memfd_create("environment")
+    try:
+        os.write(descriptor, json.dumps(dict(environment)).encode())
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _first_process(holder: subprocess.Popen[str]) -> ProcessId:
@@ -317,17 +350,24 @@ def _hold(mounts: _Mounts) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
-            return
+            break
+    # The maker may have been killed, so the folder is ours to remove.
+    _check(libc.umount2(mounts.scratch.encode(), _MNT_DETACH), f"cannot unmount {mounts.scratch}")
+    Path(mounts.scratch).rmdir()
 
 
-def _enter(holder_pid: int, command: Sequence[str]) -> NoReturn:
-    """Join the holder's namespaces, start the command and stand for it."""
+def _enter(first: ProcessId, environment: int, command: Sequence[str]) -> NoReturn:
+    """Join the namespaces of process 1, start the command and stand for it."""
+    with open(environment, encoding="utf-8") as file:
+        variables = {str(name): str(value) for name, value in json.load(file).items()}
     folder = Path.cwd()
     kinds = _CLONE_NEWNS | _CLONE_NEWPID
-    if _user_namespace("self") != _user_namespace(str(holder_pid)):
+    holder = os.pidfd_open(first.pid)
+    if not processes.is_alive(first):
+        raise ProcessLookupError(f"the sandbox of process {first.pid} is closed")
+    if _user_namespace("self") != _user_namespace(str(first.pid)):
         kinds |= _CLONE_NEWUSER
     libc = _libc()
-    holder = os.pidfd_open(holder_pid)
     _check(libc.setns(holder, kinds), "cannot join the sandbox")
     os.close(holder)
     with contextlib.suppress(OSError):
@@ -336,7 +376,7 @@ def _enter(holder_pid: int, command: Sequence[str]) -> NoReturn:
     if child == 0:
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         try:
-            os.execvp(command[0], list(command))  # noqa: S606  no shell is meant
+            os.execvpe(command[0], list(command), variables)  # noqa: S606  no shell is meant
         except OSError as error:
             sys.stderr.write(f"cannot start {command[0]}: {error}\n")
             os._exit(127)
@@ -370,18 +410,18 @@ def _nothing(_number: int, _frame: FrameType | None) -> None:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    match arguments:
-        case ["hold", mounts]:
-            try:
+    try:
+        match arguments:
+            case ["hold", mounts]:
                 _hold(_Mounts.decode(mounts))
-            except OSError as error:
-                sys.stderr.write(f"{error}\n")
-                return 1
-        case ["enter", pid, *command] if command:
-            _enter(int(pid), command)
-        case _:
-            sys.stderr.write("this program is started by kvcellar.demo.sandbox itself\n")
-            return 2
+            case ["enter", pid, started_ticks, environment, *command] if command:
+                _enter(ProcessId(int(pid), int(started_ticks)), int(environment), command)
+            case _:
+                sys.stderr.write("this program is started by kvcellar.demo.sandbox itself\n")
+                return 2
+    except OSError as error:
+        sys.stderr.write(f"sandbox: {error}\n")
+        return 1
     return 0
 
 
