@@ -355,6 +355,19 @@ def test_a_release_for_one_namespace_lets_the_others_be(
             assert refused == []
 
 
+def test_a_second_release_leaves_the_crds_to_the_first(
+    release: Release, other_namespace: str
+) -> None:
+    release.install()
+    second = ("install", "two", str(CHART), "--namespace", other_namespace)
+    with pytest.raises(CommandFailed, match="exists and cannot be imported into the current"):
+        release.box.helm(*second)
+    release.box.helm(*second, "--set", "crds.install=false")
+    release.box.helm("uninstall", "two", "--namespace", other_namespace)
+    assert len(present_crds(release.box)) == 2
+    release.box.api.get(CONFIGURATION)
+
+
 @pytest.fixture
 def other_namespace(box: Cluster) -> Iterator[str]:
     name = f"kvc-test-{secrets.token_hex(4)}"
