@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvcellar.contract import Direction
 from kvcellar.errors import TransferFailed
 from kvcellar.region.geometry import Geometry, Layout
-from kvcellar.worker.offload import BlockTensor
+from kvcellar.worker.kv_caches import BlockTensor
 
 
 class HostTensor:

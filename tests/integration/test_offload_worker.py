@@ -18,8 +18,12 @@ from kvcellar.contract import Direction
 from kvcellar.errors import ConfigurationError, RegionMismatch, Unsupported
 from kvcellar.region.geometry import Layout
 from kvcellar.worker.copier import Finished
-from kvcellar.worker.devices import CpuDevice, Device, Fault, FaultyDevice
-from kvcellar.worker.offload import BlockTensor, CPUOffloadingWorker, uses_region
+from kvcellar.worker.cpu_device import CpuDevice
+from kvcellar.worker.devices import Device
+from kvcellar.worker.kv_caches import BlockTensor
+from kvcellar.worker.offload import CPUOffloadingWorker
+from kvcellar.worker.platforms import uses_region
+from tests.fakes.faulty_device import Fault, FaultyDevice
 from tests.fakes.kv_caches import CacheRef, Caches, CacheTensor, HostTensor, MemoryRegion
 
 ROOT = Path(__file__).resolve().parents[2]

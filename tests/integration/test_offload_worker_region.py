@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from kvcellar.contract import Direction, Owner
 from kvcellar.worker import CPUOffloadingWorker, Region, attach
 from kvcellar.worker.attach import AttachOptions, attach_scheduler
-from kvcellar.worker.devices import CpuDevice, Fault, FaultyDevice
+from kvcellar.worker.cpu_device import CpuDevice
+from tests.fakes.faulty_device import Fault, FaultyDevice
 from tests.fakes.kv_caches import CacheRef, Caches, CacheTensor, HostTensor
 
 pytestmark = pytest.mark.integration

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from kvcellar.contract import Direction
 from kvcellar.errors import ConfigurationError, TransferFailed
 from kvcellar.worker.copier import Copier, Finished
-from kvcellar.worker.devices import CpuDevice, Device, Fault, FaultyDevice
+from kvcellar.worker.cpu_device import CpuDevice
+from kvcellar.worker.devices import Device
 from kvcellar.worker.plan import CopyPlan
+from tests.fakes.faulty_device import Fault, FaultyDevice
 from tests.fakes.simulated_device import SimulatedDevice
 
 SEEDS = range(25)

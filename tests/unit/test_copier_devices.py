@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from kvcellar.contract import Direction
 from kvcellar.errors import TransferFailed, Unsupported
-from kvcellar.worker.devices import CpuDevice, device_for
+from kvcellar.worker.cpu_device import CpuDevice
+from kvcellar.worker.platforms import device_for
 
 
 @pytest.fixture

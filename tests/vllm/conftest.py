@@ -52,6 +52,7 @@ def checkpoint(workshop: Path, kind: ModelKind) -> Path:
 
 
 def engine_path() -> str:
-    """PYTHONPATH of an engine: the specs of this folder, and kvcellar from where this process has it."""
-    own = str(Path(__file__).parent)
-    return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH")]))
+    """PYTHONPATH of an engine: the specs of this folder, the fakes, kvcellar from where this process has it."""
+    own = Path(__file__).parent
+    paths = [str(own), str(own.parents[1]), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, paths))

@@ -1,7 +1,7 @@
 """A spec whose copies fail, vanish or dawdle as a test wants, and that tells what it loaded.
 
-Loaded by vLLM in place of kvcellar's own (`"spec_module_path": "faulty_spec"`, this folder on
-PYTHONPATH). Two variables drive it:
+Loaded by vLLM in place of kvcellar's own (`"spec_module_path": "faulty_spec"`; this folder
+and the repository's are on the engine's PYTHONPATH). Two variables drive it:
 
 - `KVCELLAR_TEST_CONTROL`: a JSON file, read before each batch of copies, so that a test can change it
   while the engine runs: `{"load": RULE, "store": RULE}`, a RULE being
@@ -32,7 +32,9 @@ from vllm.v1.kv_offload.base import (
 
 from kvcellar.contract import Direction
 from kvcellar.vllm import KVCellarConnector, KVCellarOffloadingSpec
-from kvcellar.worker.devices import Addresses, CpuDevice, Device, Fault, FaultyDevice, Stream
+from kvcellar.worker.cpu_device import CpuDevice
+from kvcellar.worker.devices import Addresses, Device, Stream
+from tests.fakes.faulty_device import Fault, FaultyDevice
 
 __all__ = ["FaultySpec", "KVCellarConnector"]
 

@@ -37,8 +37,9 @@ from kvcellar.plugin.ledger import Ledger, PrivateChunks
 from kvcellar.vllm import KVCellarConnector, KVCellarOffloadingSpec
 from kvcellar.vllm.manager import METRICS, ChunkSpec, OffManager, RegionManager
 from kvcellar.vllm.worker import RegionWorker
-from kvcellar.worker.devices import CpuDevice, Fault, FaultyDevice
+from kvcellar.worker.cpu_device import CpuDevice
 from kvcellar.worker.offload import CPUOffloadingWorker
+from tests.fakes.faulty_device import Fault, FaultyDevice
 
 pytestmark = pytest.mark.vllm
 

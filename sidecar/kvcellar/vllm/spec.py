@@ -41,8 +41,9 @@ from kvcellar.worker.attach import (
     attach_scheduler,
     exchange_alone,
 )
-from kvcellar.worker.devices import Device, device_for
-from kvcellar.worker.offload import CPUOffloadingWorker, uses_region
+from kvcellar.worker.devices import Device
+from kvcellar.worker.offload import CPUOffloadingWorker
+from kvcellar.worker.platforms import device_for, uses_region
 
 logger = logging.getLogger(__name__)
 

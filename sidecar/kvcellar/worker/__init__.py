@@ -6,6 +6,7 @@ devices at import. torch is not needed, and vLLM must not be.
 """
 
 from kvcellar.worker.attach import Region, attach
-from kvcellar.worker.offload import CPUOffloadingWorker, uses_region
+from kvcellar.worker.offload import CPUOffloadingWorker
+from kvcellar.worker.platforms import uses_region
 
 __all__ = ["CPUOffloadingWorker", "Region", "attach", "uses_region"]

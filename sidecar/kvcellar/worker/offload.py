@@ -3,7 +3,7 @@
 `CPUOffloadingWorker` is made in each rank's process, once the KV cache tensors exist. It plans each
 transfer (`plan`), gives it to the copier of its direction (`copier`) and hands out the results. Its
 methods take what vLLM's offloading connector has, as plain ids, and its input is read by shape
-(`KVCaches`), so it works with any engine and without torch.
+(`kv_caches.KVCaches`), so it works with any engine and without torch.
 
 **Failure.** Nothing that can happen to a transfer raises here; it comes out of `get_finished`:
 
@@ -23,7 +23,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -31,96 +31,19 @@ from kvcellar.contract import Direction
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionMismatch
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.worker.copier import Copier, Finished
-from kvcellar.worker.devices import Device, device_for
+from kvcellar.worker.devices import Device
+from kvcellar.worker.kv_caches import KVCaches, device_tensor, device_type
 from kvcellar.worker.plan import (
     BlockTransfer,
     ChunkLayout,
-    DeviceTensor,
     HostChunks,
     IdArray,
     Planner,
     TensorRef,
 )
+from kvcellar.worker.platforms import device_for
 
 logger = logging.getLogger(__name__)
-
-_REGION_PLATFORMS = frozenset({"cuda", "rocm", "cpu"})
-
-
-def uses_region(platform: str) -> bool:
-    """Whether engines on this platform keep their chunks in a region, not in private memory.
-
-    Args:
-        platform: vLLM's name of it, such as `cuda`. CUDA and ROCm pin the region; a CPU has nothing to
-            pin; on the others nobody has tried.
-    """
-    return platform in _REGION_PLATFORMS
-
-
-# --- what comes in, by shape ----------------------------------------------------------------------
-
-
-class BlockTensor(Protocol):
-    """A tensor as torch has it; its first dimension counts blocks, the bytes of a block are dense."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Length of each dimension."""
-        ...
-
-    def data_ptr(self) -> int:
-        """Address of the first element."""
-        ...
-
-    def stride(self, dim: int, /) -> int:
-        """Distance of two elements of a dimension, in elements."""
-        ...
-
-    def element_size(self) -> int:
-        """Bytes of an element."""
-        ...
-
-
-class KVCacheTensor(Protocol):
-    """A tensor of KV blocks, and the bytes of one block with padding."""
-
-    @property
-    def tensor(self) -> BlockTensor:
-        """The tensor."""
-        ...
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of a block, padding included."""
-        ...
-
-
-class KVCacheRef(Protocol):
-    """What a KV cache group uses of a tensor."""
-
-    @property
-    def tensor_idx(self) -> int:
-        """Which tensor."""
-        ...
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes used of each block, without padding."""
-        ...
-
-
-class KVCaches(Protocol):
-    """The KV cache of one rank. Source: `CanonicalKVCaches` in vLLM 0.32, v1/kv_offload/base.py."""
-
-    @property
-    def tensors(self) -> Sequence[KVCacheTensor]:
-        """All tensors, each once."""
-        ...
-
-    @property
-    def group_data_refs(self) -> Sequence[Sequence[KVCacheRef]]:
-        """What each KV cache group uses; groups may share a tensor."""
-        ...
 
 
 class HostRegion(Protocol):
@@ -154,9 +77,6 @@ class HostRegion(Protocol):
         ...
 
 
-# --- the worker -----------------------------------------------------------------------------------
-
-
 class CPUOffloadingWorker:
     """Moves KV blocks of one rank between the device and chunks of host memory.
 
@@ -183,7 +103,7 @@ class CPUOffloadingWorker:
         *,
         device: Device | None = None,
     ) -> None:
-        tensors = [_device_tensor(idx, cache) for idx, cache in enumerate(kv_caches.tensors)]
+        tensors = [device_tensor(idx, cache) for idx, cache in enumerate(kv_caches.tensors)]
         layout = ChunkLayout.compute([t.page_bytes for t in tensors], blocks_per_chunk)
         if num_cpu_chunks < 0:
             raise ConfigurationError(
@@ -206,7 +126,7 @@ class CPUOffloadingWorker:
         self._is_store_writer = (
             region is None or region.geometry.layout is Layout.SHARDED or region.rank == 0
         )
-        self._device = device or device_for(_device_type(kv_caches))
+        self._device = device or device_for(device_type(kv_caches))
         self._stores = Copier(self._device, Direction.STORE)
         self._loads = Copier(self._device, Direction.LOAD)
         self._chunks_of_store: dict[int, IdArray] = {}
@@ -385,42 +305,6 @@ def _transfer(
         block_indices=block_indices,
         chunk_ids=np.asarray(chunk_ids, dtype=np.int64),
     )
-
-
-def _device_tensor(idx: int, cache: KVCacheTensor) -> DeviceTensor:
-    """Read a tensor's numbers, and check that its blocks are dense and have the page's size.
-
-    Raises:
-        ConfigurationError: they are not.
-    """
-    tensor = cache.tensor
-    element_bytes = tensor.element_size()
-    block_elements = 1
-    is_dense = True
-    for dim in reversed(range(1, len(tensor.shape))):
-        is_dense &= tensor.shape[dim] == 1 or tensor.stride(dim) == block_elements
-        block_elements *= tensor.shape[dim]
-    if not is_dense or block_elements * element_bytes != cache.page_size_bytes:
-        strides = tuple(tensor.stride(dim) for dim in range(len(tensor.shape)))
-        raise ConfigurationError(
-            f"KV cache tensor {idx} has shape {tuple(tensor.shape)}, strides {strides} and "
-            f"{element_bytes}-byte elements, and pages of {cache.page_size_bytes} bytes were announced; "
-            "its first dimension has to count blocks, and a block has to be one piece of a page's size"
-        )
-    return DeviceTensor(
-        address=tensor.data_ptr(),
-        num_blocks=tensor.shape[0],
-        stride_bytes=tensor.stride(0) * element_bytes,
-        page_bytes=cache.page_size_bytes,
-    )
-
-
-def _device_type(kv_caches: KVCaches) -> str:
-    """The type of device that the tensors are on; tensors that do not say are in host memory."""
-    for cache in kv_caches.tensors:
-        device: Any = getattr(cache.tensor, "device", None)
-        return str(getattr(device, "type", "cpu"))
-    return "cpu"
 
 
 def _region_chunks(region: HostRegion, layout: ChunkLayout, num_chunks: int) -> HostChunks:
