@@ -88,7 +88,8 @@ class Driver:
 
     def metrics(self) -> Json:
         """All samples of vLLM's Prometheus metrics but for buckets and creation times."""
-        from prometheus_client import REGISTRY
+        # By way of vLLM, since it is vLLM's environment that has prometheus_client.
+        from vllm.v1.metrics.reader import REGISTRY
 
         return {
             "samples": [
