@@ -47,7 +47,6 @@ class RegionWorker(OffloadingWorker):
         job_id: int,
         src_spec: LoadStoreSpec,
         dst_spec: GPULoadStoreSpec,
-        *,
         expedited: bool = False,
     ) -> bool:
         """Begin a load. After an expedited one vLLM 0.33 calls `wait`, so that needs nothing here.
