@@ -419,6 +419,15 @@ def test_a_refused_scheduler_leaves_no_descriptor(region: OwnedRegion, volume: P
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_scheduler_without_the_index_file_is_told_so(region: OwnedRegion, volume: Path) -> None:
+    options = AttachOptions(directory=volume / "kvcellar")
+    rank = attach(ID, CHUNK_BYTES, options=options)
+    (volume / "kvcellar" / index_name(ID, region.owner.nonce)).unlink()
+    with pytest.raises(NotReady, match="No such file"):
+        attach_scheduler(ID, world_size=1, options=options)
+    rank.close()
+
+
 def test_without_a_directory_attach_waits_and_then_says_so(volume: Path) -> None:
     options = AttachOptions(directory=volume / "kvcellar", timeout_s=0.2)
     with pytest.raises(NotReady, match="no directory"):

@@ -24,7 +24,8 @@ from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import reclaim_dead_engines, reclaim_loose, reclaim_unheld, survey
-from kvcellar.worker.attach import AttachOptions, Region, attach, attach_scheduler
+from kvcellar.worker.attach import AttachOptions, attach, attach_scheduler
+from kvcellar.worker.attached import Region
 from tests.model.stepped import Process, Violation, World, identity, stepping
 
 CAPACITY_BYTES = 2 * 2**20

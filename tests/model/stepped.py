@@ -40,6 +40,7 @@ MODULES = (
     "kvcellar.region.promises",
     "kvcellar.region.survey",
     "kvcellar.worker.attach",
+    "kvcellar.worker.attached",
 )
 _STEPPED_OS = (
     *("open", "unlink", "mkdir", "fchmod", "ftruncate"),

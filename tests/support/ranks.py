@@ -17,7 +17,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kvcellar.worker.attach import AttachOptions, Region, attach, attach_scheduler
+from kvcellar.worker.attach import AttachOptions, attach, attach_scheduler
+from kvcellar.worker.attached import Region
 from tests.support.children import Child
 
 CHUNK_BYTES = 300_000

@@ -31,7 +31,7 @@ from kvcellar.region.metadata import Counters
 
 
 class ChunkHolder(Protocol):
-    """Where the chunks are; `kvcellar.worker.attach.SchedulerHandle` in an engine with a region."""
+    """Where the chunks are; `kvcellar.worker.attached.SchedulerHandle` in an engine with a region."""
 
     def take_failed(self, chunks: list[int]) -> set[int]:
         """Those of `chunks` whose last store failed on some rank; their marks are cleared."""

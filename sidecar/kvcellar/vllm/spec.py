@@ -36,11 +36,11 @@ from kvcellar.vllm.worker import RegionWorker
 from kvcellar.worker.attach import (
     AttachOptions,
     Exchange,
-    Region,
     attach,
     attach_scheduler,
     exchange_alone,
 )
+from kvcellar.worker.attached import Region
 from kvcellar.worker.devices import Device
 from kvcellar.worker.offload import CPUOffloadingWorker
 from kvcellar.worker.platforms import device_for, uses_region

@@ -5,7 +5,8 @@ vLLM. Imported inside an engine: nothing here may start threads, read the enviro
 devices at import. torch is not needed, and vLLM must not be.
 """
 
-from kvcellar.worker.attach import Region, attach
+from kvcellar.worker.attach import attach
+from kvcellar.worker.attached import Region
 from kvcellar.worker.offload import CPUOffloadingWorker
 from kvcellar.worker.platforms import uses_region
 

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostRegion(Protocol):
-    """This rank's share of a region; `kvcellar.worker.attach.Region` in an engine."""
+    """This rank's share of a region; `kvcellar.worker.attached.Region` in an engine."""
 
     @property
     def geometry(self) -> Geometry:
