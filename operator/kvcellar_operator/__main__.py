@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from kvcellar import __version__
 from kvcellar.errors import KVCellarError
 from kvcellar_operator.config import ControllerSettings, WebhookSettings, parse
-from kvcellar_operator.controller import Controller
-from kvcellar_operator.sidecars import Resolve, pod_address
-from kvcellar_operator.webhook import Webhook
 
 logger = logging.getLogger(__name__)
 
@@ -22,35 +19,36 @@ _NOISY = ("kopf", "uvicorn", "asyncio", "aiohttp")
 """Loggers whose INFO is of no use to who runs this: a line for each event, or for each start."""
 
 
-def main(argv: Sequence[str] | None = None, resolve: Resolve = pod_address) -> int:
-    """Run a command line; returns the exit status.
-
-    Args:
-        argv: without the program's name; None takes this process's.
-        resolve: how the controller finds a pod's sidecar.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default this process's; returns the exit status."""
     try:
         settings = parse(sys.argv[1:] if argv is None else argv)
         _configure_logging(settings.common.log_level)
-        asyncio.run(_run(settings, resolve))
+        asyncio.run(_run(settings))
     except KVCellarError as error:
         print(f"kvcellar-operator: {error}", file=sys.stderr)  # noqa: T201 - the log may not be set up
         return error.exit_status
     return 0
 
 
-async def _run(settings: WebhookSettings | ControllerSettings, resolve: Resolve) -> None:
+async def _run(settings: WebhookSettings | ControllerSettings) -> None:
+    # Each program loads its own libraries only: kopf, or FastAPI's web stack with certificates, is half of
+    # the start's time and of the memory.
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     match settings:
         case WebhookSettings():
+            from kvcellar_operator.webhook import Webhook
+
             logger.info("webhook %s starts", __version__)
             await Webhook(settings).run(stop)
         case ControllerSettings():
+            from kvcellar_operator.controller import Controller
+
             logger.info("controller %s starts", __version__)
-            await Controller(settings, resolve).run(stop)
+            await Controller(settings).run(stop)
     logger.info("ended")
 
 

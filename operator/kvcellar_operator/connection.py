@@ -1,7 +1,6 @@
-"""Where the API server is, and how to log in to it.
+"""Sessions with the API server that are logged in, and stay so.
 
-In a cluster that is the pod's ServiceAccount, whose token the kubelet renews; elsewhere a kubeconfig.
-kopf reads both; what it found is read again every minute, so a renewed token is used in time.
+The login is read again every minute, so a token that the kubelet has renewed is used in time.
 """
 
 import logging
@@ -11,9 +10,9 @@ from http import HTTPStatus
 from types import SimpleNamespace
 
 import aiohttp
-import kopf
 
 from kvcellar.errors import ConfigurationError
+from kvcellar_operator.login import Login, find_login
 
 logger = logging.getLogger(__name__)
 
@@ -23,27 +22,10 @@ _CONNECT_TIMEOUT_S = 10.0
 _USER_AGENT = "kvcellar-operator"
 
 
-def find_login() -> kopf.ConnectionInfo:
-    """Read the ServiceAccount's login, or else the kubeconfig's.
-
-    Raises:
-        ConfigurationError: there is neither.
-    """
-    settings = kopf.OperatorSettings()
-    login = kopf.login_with_service_account(
-        logger=logger, settings=settings
-    ) or kopf.login_with_kubeconfig(logger=logger, settings=settings)
-    if login is None:
-        raise ConfigurationError(
-            "no API server to talk to: run in a pod with a ServiceAccount, or set KUBECONFIG"
-        )
-    return login
-
-
 class Connection:
     """Makes sessions that are logged in, and stay so when the token is renewed."""
 
-    def __init__(self, read_login: Callable[[], kopf.ConnectionInfo] = find_login) -> None:
+    def __init__(self, read_login: Callable[[], Login] = find_login) -> None:
         self._read_login = read_login
         self._login = read_login()
         self._read_s = time.monotonic()
@@ -51,7 +33,7 @@ class Connection:
     @property
     def server(self) -> str:
         """The API server's URL."""
-        return self._login.server.rstrip("/")
+        return self._login.server
 
     def new_session(self, on_answer: Callable[[], None] | None = None) -> aiohttp.ClientSession:
         """A session of one's own, to be closed by the caller.
@@ -61,7 +43,7 @@ class Connection:
         """
         traces = [_success_trace(on_answer)] if on_answer else []
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._login.as_ssl_context()),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._login.tls()),
             headers={"User-Agent": _USER_AGENT, "Accept": "application/json"},
             timeout=aiohttp.ClientTimeout(total=60.0, sock_connect=_CONNECT_TIMEOUT_S),
             middlewares=(self._log_in,),
@@ -73,12 +55,21 @@ class Connection:
     ) -> aiohttp.ClientResponse:
         now_s = time.monotonic()
         if now_s - self._read_s > _REREAD_S:
-            self._login, self._read_s = self._read_login(), now_s
-        request.headers.update(self._login.as_http_headers())
+            self._read_again(now_s)
+        if self._login.token is not None:
+            request.headers["Authorization"] = f"Bearer {self._login.token}"
         response = await handler(request)
         if response.status == HTTPStatus.UNAUTHORIZED:
             self._read_s = float("-inf")
         return response
+
+    def _read_again(self, now_s: float) -> None:
+        """A login that cannot be read now may be half written; the old one may still do."""
+        try:
+            self._login = self._read_login()
+        except ConfigurationError as error:
+            logger.warning("%s", error)
+        self._read_s = now_s
 
 
 def _success_trace(on_answer: Callable[[], None]) -> aiohttp.TraceConfig:

@@ -6,6 +6,7 @@ writes are `reconcile`'s. kopf ends if one of its watches does, and the program 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +61,7 @@ def needs(settings: ControllerSettings) -> list[Need]:
     for space in settings.common.watch_namespaces or ("",):
         asked += [
             Need((*read, "patch"), "pods", "find engines and relay what is wished", "", space),
-            Need((*read, "get", "create"), REGION_PLURAL, "show regions", API_GROUP, space),
+            Need((*read, "create"), REGION_PLURAL, "show regions", API_GROUP, space),
             Need(("patch",), f"{REGION_PLURAL}/status", "keep regions true", API_GROUP, space),
             Need((*read, *write), "events", "tell what happens", "", space),
         ]
@@ -177,14 +178,23 @@ class Controller:
         self._register_login(registry, connection)
         self._register_handlers(registry, loop, reconciler, refused)
         namespaces = self._settings.common.watch_namespaces
-        await kopf.operator(
-            registry=registry,
-            settings=_kopf_settings(),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-            stop_flag=stop,
+        # kopf takes the signals, and then ends by itself; `stop` is for one that came before. As kopf's own
+        # stop flag it would keep kopf waiting for it.
+        told = asyncio.create_task(stop.wait())
+        watching = asyncio.create_task(
+            kopf.operator(
+                registry=registry,
+                settings=_kopf_settings(),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+            )
         )
+        await asyncio.wait({told, watching}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (told, watching):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
 
     def _register_login(self, registry: kopf.OperatorRegistry, connection: Connection) -> None:
         @kopf.on.login(id="login", registry=registry)
@@ -271,4 +281,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.networking.error_backoffs = _Backoffs()
     settings.networking.connect_timeout = 10
     settings.process.ultimate_exiting_timeout = _EXIT_S
+    # Handlers only take notes, so nothing is worth waiting for at the end.
+    settings.queueing.idle_timeout = 1.0
+    settings.queueing.exit_timeout = 0.5
     return settings

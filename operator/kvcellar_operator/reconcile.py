@@ -16,7 +16,7 @@ from kvcellar.contract import ANNOTATION_DESIRED
 from kvcellar_operator import regions
 from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound, Unreachable
 from kvcellar_operator.config import ControllerSettings
-from kvcellar_operator.crd_region import Condition
+from kvcellar_operator.crd_region import Condition, spec_schema
 from kvcellar_operator.events import EventType, Occurrence, Subject
 from kvcellar_operator.heard import Heard, Silence, condition
 from kvcellar_operator.listening import Listener
@@ -35,7 +35,8 @@ _AGAIN_S = 1.0
 """After a first lost question, a conflict, or an object of an earlier pod that is on its way out."""
 _WAITING_S = 60.0
 """Of pods that are not asked: their changes wake the visit, and this is for one that was missed."""
-_REFUSED_S = 20.0
+_REFUSED_S = 10.0
+"""An API server that starts refuses everything until it has read its rules."""
 _GONE_S = 15.0
 """A pod that is gone takes its regions with it; what is left of them after this is told so."""
 
@@ -122,8 +123,10 @@ class Reconciler:
         await self._poster.post(
             Occurrence(subject, EventType.WARNING, Told.NOT_INJECTED, _NOT_INJECTED, "created")
         )
-        body = await self._region(pod, pod.uid)
-        await self._keep(pod, body, Silence(Why.NOT_INJECTED, _NOT_INJECTED))
+        if "capacity" not in spec_schema()["required"]:
+            # Without a sidecar nobody knows a capacity, so the object can be made only if it needs none.
+            body = await self._region(pod, pod.uid)
+            await self._keep(pod, body, Silence(Why.NOT_INJECTED, _NOT_INJECTED))
         return None
 
     async def _without_pod(self, key: Key) -> float | None:
@@ -154,7 +157,8 @@ class Reconciler:
         """The object of an engine, made if it is missing.
 
         Raises:
-            Conflict: one of an earlier pod of the same name is in its place, and about to go.
+            Conflict: one of an earlier pod of the same name is in its place, and about to go; or it is not
+                known yet.
         """
         wanted = regions.new_region(pod, engine_id)
         key = Key(pod.namespace, wanted["metadata"]["name"])
@@ -166,13 +170,10 @@ class Reconciler:
         return body
 
     async def _make(self, pod: PodView, wanted: JsonObject) -> JsonObject:
-        path = regions.collection(pod.namespace)
-        try:
-            made = await self._api.create(path, wanted)
-        except Conflict:
-            made = await self._api.get(f"{path}/{wanted['metadata']['name']}")
-        else:
-            self._metrics.wrote("OffloadRegion", "created")
+        # One that is there already, made before a kill or by another controller, comes by the watch; the
+        # conflict has the visit repeated until then.
+        made = await self._api.create(regions.collection(pod.namespace), wanted)
+        self._metrics.wrote("OffloadRegion", "created")
         return self._world.take_region(made)
 
     async def _keep(self, pod: PodView, body: JsonObject, heard: Heard | Silence) -> None:

@@ -9,11 +9,9 @@ renew at once one is refused, and takes what the other wrote.
 
 import asyncio
 import base64
-import contextlib
 import logging
-import os
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +33,7 @@ from kvcellar_operator.cluster import (
     Forbidden,
     NotFound,
 )
+from kvcellar_operator.login import memory_file
 from kvcellar_operator.objects import JsonObject, Key
 
 logger = logging.getLogger(__name__)
@@ -104,22 +103,11 @@ class LiveCertificate:
 
 def _load(context: ssl.SSLContext, serving: Serving) -> None:
     """Load a pair; `ssl` reads files only, and these exist in memory alone."""
-    with _memory_file(serving.certificate) as chain, _memory_file(serving.key) as key:
+    with memory_file(serving.certificate) as chain, memory_file(serving.key) as key:
         try:
             context.load_cert_chain(chain, key)
         except (ssl.SSLError, OSError) as error:
             raise UnusableCertificate(f"tls.crt and tls.key cannot be used: {error}") from error
-
-
-@contextlib.contextmanager
-def _memory_file(content: bytes) -> Iterator[str]:
-    """The path of a file in memory that only this process can open."""
-    descriptor = os.memfd_create("kvcellar-tls", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, content)
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 # --- from files -----------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class FakeSidecars:
         self.port = port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._servers: dict[str, asyncio.Server] = {}
+        self._servers: list[asyncio.Server] = []
         self._numbers = itertools.count(1)
 
     @classmethod
@@ -146,27 +146,18 @@ class FakeSidecars:
             number = next(self._numbers)
             fake = FakeSidecar(f"127.9.{number // 250}.{number % 250 + 1}")
             try:
-                self.start(fake)
+                self._listen(fake)
             except OSError:
                 # Another run of the tests has it.
                 continue
             return fake
 
-    def start(self, fake: FakeSidecar) -> None:
-        """Listen at its address, again after `stop`."""
+    def _listen(self, fake: FakeSidecar) -> None:
         work = asyncio.start_server(lambda r, w: _serve(fake, r, w), fake.ip, self.port)
-        self._servers[fake.ip] = asyncio.run_coroutine_threadsafe(work, self._loop).result(
-            _DEADLINE_S
-        )
-
-    def stop(self, fake: FakeSidecar) -> None:
-        """Refuse connections at its address."""
-        server = self._servers.pop(fake.ip, None)
-        if server is not None:
-            self._loop.call_soon_threadsafe(server.close)
+        self._servers.append(asyncio.run_coroutine_threadsafe(work, self._loop).result(_DEADLINE_S))
 
     async def _end(self) -> None:
-        for server in self._servers.values():
+        for server in self._servers:
             server.close()
         await asyncio.sleep(0)
         others = asyncio.all_tasks() - {asyncio.current_task()}
