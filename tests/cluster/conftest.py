@@ -19,7 +19,7 @@ from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.box.errors import ApiError, NoGoToolchain
-from tests.cluster.box.programs import programs
+from tests.cluster.box.programs import programs, programs_folder
 from tests.cluster.box.settings import Settings
 
 _KUBECONFIG = "KVCELLAR_TEST_KUBECONFIG"
@@ -42,6 +42,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         {"box", "cluster"} & set(getattr(item, "fixturenames", ())) for item in session.items
     )
     if needed and not session.config.option.collectonly and _KUBECONFIG not in os.environ:
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None and not programs_folder().is_dir():
+            terminal.write_line("building the programs of the test cluster: once, for minutes")
         # Where they cannot be built, each test says so itself.
         with contextlib.suppress(NoGoToolchain):
             programs()

@@ -62,6 +62,7 @@ class Access:
         self._programs = programs
         self._scratch = scratch
         self._api: Api | None = None
+        self._credentials: Credentials | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -86,8 +87,10 @@ class Access:
 
     def credentials(self) -> Credentials:
         """Server, authority and login of the kubeconfig, for a Python client."""
-        shown = self.kubectl("config", "view", "--raw", "--minify", "--flatten", "--output=json")
-        return Credentials.read(json.loads(shown.stdout))
+        if self._credentials is None:
+            view = ("config", "view", "--raw", "--minify", "--flatten", "--output=json")
+            self._credentials = Credentials.read(json.loads(self.kubectl(*view).stdout))
+        return self._credentials
 
     def environment(self) -> dict[str, str]:
         """The variables under which kubectl, helm and other clients reach this cluster."""
