@@ -1,5 +1,6 @@
 """The offloading worker over a real region: attached, marked, counted, detached."""
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvcellar.contract import Direction, Owner
+from kvcellar.region import metafile
+from kvcellar.region.metadata import SlotRow
 from kvcellar.worker import CPUOffloadingWorker, Region, attach
 from kvcellar.worker.attach import AttachOptions, attach_scheduler
 from kvcellar.worker.cpu_device import CpuDevice
@@ -68,6 +71,26 @@ def test_blocks_survive_in_the_region_and_a_failed_store_reaches_the_scheduler(
     worker.shutdown()
     assert region.base_address == 0
     scheduler.close()
+
+
+def test_counters_that_cannot_be_published_stop_no_transfer(
+    volume: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(fd: int, slot: int, row: SlotRow) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    region = attached(options_for(volume))
+    blocks = np.zeros((6, PAGE), dtype=np.int8)
+    worker = CPUOffloadingWorker(caches_of(blocks), BLOCKS_PER_CHUNK, region.num_chunks, region)
+    monkeypatch.setattr(metafile, "write_slot", full)
+    for job_id in range(3):
+        worker.submit_store(job_id, np.arange(6), [6], [0], np.arange(2))
+        worker.wait({job_id})
+        assert [r.ok for r in worker.get_finished()] == [True]
+    assert [record.message for record in caplog.records if "not published" in record.message] == [
+        "counters of region engine-1 are not published: [Errno 28] No space left on device"
+    ]
+    worker.shutdown()
 
 
 def test_shutdown_with_transfers_in_flight_detaches_after_the_last_of_them(volume: Path) -> None:

@@ -17,12 +17,13 @@ A taken (role, rank) is refused, a session is never joined by another one, and a
 removed is never made again from this side.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 
 from kvcellar.errors import DoesNotFit, KVCellarError, NotReady, RanksDisagree
-from kvcellar.region import locks, making, metafile
+from kvcellar.region import making, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.index_file import FailureMarks, format_index
@@ -32,10 +33,11 @@ from kvcellar.region.joining import (
     all_ranks_are_here,
     join,
     others_are_gone,
-    ranks_here,
     session_is_ours,
 )
-from kvcellar.region.metadata import MAX_SLOTS, Counters, SessionSection
+from kvcellar.region.metadata import Counters, SessionSection
+
+logger = logging.getLogger(__name__)
 
 GeometryOf = Callable[[int], Geometry]
 """The geometry that this process computes for a capacity in bytes."""
@@ -56,6 +58,7 @@ class Participant:
         self._engine_id = request.engine_id
         self._place = place
         self._pid = os.getpid()
+        self._is_report_lost = False
         self._data_identity = making.identity(place.data_fd)
         self.session = session
         self.marks = FailureMarks(place.index_fd, session.geometry)
@@ -81,20 +84,24 @@ class Participant:
         return self._data_identity
 
     def report(self, counters: Counters, *, pinned: bool | None = None) -> None:
-        """Publish this participant's counters (two small writes, a few microseconds)."""
+        """Publish this participant's counters (two small writes, a few microseconds).
+
+        They are for people: a page that cannot be written is logged once and stops nothing.
+        """
         place = self._place
         if os.getpid() != self._pid or place.meta_fd < 0:
             return
         place.row = replace(
             place.row, counters=counters, pinned=place.row.pinned if pinned is None else pinned
         )
-        metafile.write_slot(place.meta_fd, place.slot, place.row)
-
-    def ranks_held(self) -> list[int]:
-        """Ranks whose workers hold slots of this session now."""
-        contents = metafile.read_contents(self._place.meta_fd)
-        held = locks.held_slots(self._place.data_fd, MAX_SLOTS)
-        return ranks_here(contents, [*held, self.slot], self.session.session)
+        try:
+            metafile.write_slot(place.meta_fd, place.slot, place.row)
+        except OSError as error:
+            if not self._is_report_lost:
+                logger.warning(
+                    "counters of region %s are not published: %s", self._engine_id, error
+                )
+            self._is_report_lost = True
 
     def remove_names(self) -> bool:
         """Remove the region's names, so that nothing can leak; for engines that own their region.
