@@ -5,6 +5,7 @@ to the directory's descriptor, never through a link, and have to be regular with
 The directory itself is never renamed or removed, so its descriptor is a lock that all share.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -117,7 +118,8 @@ class RegionDirectory:
             except ConfigurationError:
                 os.close(fd)
                 if made:
-                    os.rmdir(path.name, dir_fd=parent_fd)
+                    with contextlib.suppress(OSError):  # somebody else uses it already
+                        os.rmdir(path.name, dir_fd=parent_fd)
                 raise
         finally:
             os.close(parent_fd)
