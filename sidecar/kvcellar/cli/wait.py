@@ -12,15 +12,16 @@ from typing import Any
 from kvcellar.cli.client import SidecarClient
 from kvcellar.contract import OnFailure, RegionState, StartGate
 from kvcellar.daemon.config import Settings
+from kvcellar.daemon.status import GIVEN_UP
 from kvcellar.errors import DoesNotFit, NotReady
+from kvcellar.region.states import ATTACHABLE
 
 _POLL_S = 0.2
 _REPORT_S = 10.0
 _ENOUGH = {
-    StartGate.RESERVED: {RegionState.RESERVED, RegionState.READY},
-    StartGate.SETTLED: {RegionState.READY},
+    StartGate.RESERVED: ATTACHABLE,
+    StartGate.SETTLED: frozenset({RegionState.READY}),
 }
-_GIVEN_UP = {RegionState.FAILED, RegionState.RELEASED}
 
 
 def run(gate: StartGate, timeout_s: float | None) -> int:
@@ -60,13 +61,13 @@ def _why_shut(client: SidecarClient, gate: StartGate, on_failure: OnFailure) -> 
         return "" if started.status == 200 else started.detail
     if not regions:  # it has just ended, or is no sidecar
         return f"the sidecar at {client.address} shows no region"
-    enough = _ENOUGH[gate] | (_GIVEN_UP if on_failure is OnFailure.DEGRADE else set())
+    enough = _ENOUGH[gate] | (GIVEN_UP if on_failure is OnFailure.DEGRADE else frozenset())
     behind = [region for region in regions if region.get("state") not in enough]
     return _sentence(behind[0]) if behind else ""
 
 
 def _stop_if_refused(client: SidecarClient, regions: list[dict[str, Any]]) -> None:
-    failed = next((region for region in regions if region.get("state") in _GIVEN_UP), None)
+    failed = next((region for region in regions if region.get("state") in GIVEN_UP), None)
     if failed is None:
         return
     plan = client.get("/v1/plan")
@@ -87,7 +88,7 @@ def _print_refusal(client: SidecarClient) -> None:
     if plan is not None and plan.status == 200 and not plan.json().get("fits", True):
         sys.stdout.write(json.dumps(plan.json()) + "\n")
     for region in _regions(client):
-        if region.get("state") in _GIVEN_UP:
+        if region.get("state") in GIVEN_UP:
             sys.stderr.write(f"kvcellar: {_sentence(region)}\n")
 
 

@@ -20,7 +20,7 @@ from kvcellar.daemon.keeper import KeeperRules, RegionKeeper
 from kvcellar.daemon.oom import FirstToBeKilled
 from kvcellar.daemon.orphans import Sweep, Sweeper
 from kvcellar.daemon.status import Status
-from kvcellar.errors import ConfigurationError, KVCellarError
+from kvcellar.errors import KVCellarError
 from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.memory import read_limits
@@ -144,14 +144,9 @@ class Service:
         self._tell_fatal()
 
     def _open_directory(self) -> RegionDirectory:
-        path = self._settings.region_directory
-        try:
-            return RegionDirectory.create(path, any_filesystem=self._any_filesystem)
-        except FileNotFoundError as error:
-            raise ConfigurationError(
-                f"{path.parent} does not exist: mount the pod's memory-backed volume there, or set "
-                "KVCELLAR_ROOT to where it is"
-            ) from error
+        return RegionDirectory.create(
+            self._settings.region_directory, any_filesystem=self._any_filesystem
+        )
 
     # --- the supervisor's thread ---------------------------------------------------------------------
 

@@ -28,10 +28,9 @@ from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import engine_of_meta, engine_of_part
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.metadata import Counters, OwnerSection, SessionSection, SlotRow
+from kvcellar.region.states import ATTACHABLE
 from kvcellar.region.survey import FoundRegion
 
-ATTACHABLE = frozenset({RegionState.RESERVED, RegionState.READY})
-"""States in which an engine may attach."""
 GIVEN_UP = frozenset({RegionState.FAILED, RegionState.RELEASED})
 """States from which an engine start gets no region."""
 
