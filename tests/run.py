@@ -118,8 +118,15 @@ class Tally:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without kvcellar's settings: a test brings its own."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVCELLAR_")}
+    """This process's environment without kvcellar's settings: a test brings its own.
+
+    `KVCELLAR_TEST_*` is kept: it speaks to the tests, such as which cluster to use.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("KVCELLAR_TEST_") or not name.startswith("KVCELLAR_")
+    }
 
 
 def run_suite(suite: Suite, marks: str, tally: Tally) -> None:
