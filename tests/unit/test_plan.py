@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import ConfigurationError, TransferFailed
-from kvcellar.worker.plan import (
-    BlockTransfer,
-    ChunkLayout,
-    CopyPlan,
-    DeviceTensor,
-    HostChunks,
-    Planner,
-    TensorRef,
-)
+from kvcellar.worker.chunk_layout import ChunkLayout, DeviceTensor, HostChunks, TensorRef
+from kvcellar.worker.plan import BlockTransfer, CopyPlan, Planner
 
 NUM_BLOCKS = 24
 NUM_CHUNKS = 40

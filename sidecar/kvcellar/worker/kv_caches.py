@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvcellar.errors import ConfigurationError
-from kvcellar.worker.plan import DeviceTensor
+from kvcellar.worker.chunk_layout import DeviceTensor
 
 
 class BlockTensor(Protocol):

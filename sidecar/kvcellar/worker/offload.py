@@ -30,17 +30,11 @@ import numpy as np
 from kvcellar.contract import Direction
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionMismatch
 from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.worker.chunk_layout import ChunkLayout, HostChunks, TensorRef
 from kvcellar.worker.copier import Copier, Finished
 from kvcellar.worker.devices import Device
 from kvcellar.worker.kv_caches import KVCaches, device_tensor, device_type
-from kvcellar.worker.plan import (
-    BlockTransfer,
-    ChunkLayout,
-    HostChunks,
-    IdArray,
-    Planner,
-    TensorRef,
-)
+from kvcellar.worker.plan import BlockTransfer, IdArray, Planner
 from kvcellar.worker.platforms import device_for
 
 logger = logging.getLogger(__name__)
