@@ -244,6 +244,8 @@ _ENGINE_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _QUANTITY = re.compile(
     r"(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?P<suffix>|[eE][+-]?[0-9]{1,3}|[kMGTPE]|[KMGTPE]i|m)"
 )
+_DURATION = re.compile(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,9})s)?")
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60}
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 MAX_CAPACITY_BYTES = 2**63 - 1
@@ -310,6 +312,23 @@ def parse_capacity(text: str) -> int:
     if value <= 0:
         raise InvalidCapacity(_capacity_message(text, "it is not above zero"))
     return int(value)
+
+
+def parse_duration_s(text: str) -> float | None:
+    """Seconds of a duration such as `90s`, `15m` or `1h30m`; None if it is not one."""
+    match = _DURATION.fullmatch(text)
+    if not text or not match:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(hours * 3600 + minutes * 60 + seconds)
+
+
+def parse_timeout_s(text: str) -> float | None:
+    """Seconds of `KVCELLAR_ATTACH_TIMEOUT`: a duration, or a number of seconds; None if it is neither or 0."""
+    seconds = parse_duration_s(text)
+    if seconds is None and _SECONDS.fullmatch(text):
+        seconds = float(text)
+    return seconds or None
 
 
 def _shown(text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from kvcellar import contract
 from kvcellar.contract import Contents, HugePages, Janitor, Mode, OnFailure, Owner, Pin
 from kvcellar.daemon.config import Settings
-from kvcellar.daemon.retention import Retention, parse_duration_s
+from kvcellar.daemon.retention import Retention
 from kvcellar.errors import ConfigurationError, InvalidCapacity, InvalidEngineId
 
 
@@ -119,6 +119,7 @@ BAD = [
     ("KVCELLAR_ON_FAILURE", "ignore"),
     ("KVCELLAR_ATTACH_TIMEOUT", "0"),
     ("KVCELLAR_ATTACH_TIMEOUT", "soon"),
+    ("KVCELLAR_ATTACH_TIMEOUT", "1m30"),
     ("KVCELLAR_PIN", "always"),
     ("KVCELLAR_SETTLE_THREADS", "0"),
     ("KVCELLAR_SETTLE_THREADS", "65"),
@@ -209,4 +210,4 @@ def test_every_known_variable_is_a_field_or_read_elsewhere() -> None:
 def test_a_duration_is_hours_minutes_seconds_in_this_order(
     text: str, seconds: float | None
 ) -> None:
-    assert parse_duration_s(text) == seconds
+    assert contract.parse_duration_s(text) == seconds

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvcellar import contract
 from kvcellar.contract import Contents, HugePages, Janitor, Mode, OnFailure, Owner, Pin
-from kvcellar.daemon.retention import Retention, parse_duration_s, parse_retention
+from kvcellar.daemon.retention import Retention, parse_retention
 from kvcellar.errors import ConfigurationError, InvalidCapacity
 from kvcellar.region.geometry import HUGE_PAGE_BYTES
 
@@ -105,10 +105,8 @@ def _retention(name: str, text: str) -> Retention:
 
 
 def _timeout_s(name: str, text: str) -> float:
-    seconds = parse_duration_s(text)
-    if seconds is None and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
-        seconds = float(text)
-    if not seconds:
+    seconds = contract.parse_timeout_s(text)
+    if seconds is None:
         raise _refuse(name, text, "seconds above zero, or a duration such as 90s or 5m")
     return seconds
 

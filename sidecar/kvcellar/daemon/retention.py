@@ -1,13 +1,10 @@
 """How long a region outlives its last holder. Pure, but for the clock that is passed in."""
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_DURATION = re.compile(
-    r"(?:(?P<hours>[0-9]{1,6})h)?(?:(?P<minutes>[0-9]{1,6})m)?(?:(?P<seconds>[0-9]{1,9})s)?"
-)
+from kvcellar.contract import parse_duration_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +28,6 @@ def parse_retention(text: str) -> Retention | None:
         return Retention(text, 0.0)
     seconds = parse_duration_s(text)
     return Retention(text, seconds) if seconds else None
-
-
-def parse_duration_s(text: str) -> float | None:
-    """Seconds of a duration such as `90s`, `15m` or `1h30m`; None if it is not one."""
-    match = _DURATION.fullmatch(text)
-    if not text or not match:
-        return None
-    hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(hours * 3600 + minutes * 60 + seconds)
 
 
 class RetentionClock:

@@ -48,10 +48,6 @@ _REFUSED_KEYS = {
 }
 """Keys of vLLM's own specs that ask for something kvcellar does not do, and why not."""
 
-_DURATION = re.compile(
-    r"(?:(?P<h>[0-9]{1,6})h)?(?:(?P<m>[0-9]{1,6})m)?(?:(?P<s>[0-9]{1,9}(?:\.[0-9]{1,9})?)s?)?"
-)
-
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -252,14 +248,12 @@ def _seconds(environ: Mapping[str, str]) -> float:
     text = environ.get(name)
     if text is None:
         return contract.DEFAULT_ATTACH_TIMEOUT_S
-    match = _DURATION.fullmatch(text)
-    hours, minutes, seconds = (float(part or 0) for part in match.groups()) if match else (0, 0, 0)
-    total_s = hours * 3600 + minutes * 60 + seconds
-    if not total_s:
+    seconds = contract.parse_timeout_s(text)
+    if seconds is None:
         raise ConfigurationError(
             f"{name}={text!r} cannot be used: give seconds above zero, or a duration such as 90s or 5m"
         )
-    return total_s
+    return seconds
 
 
 def _cpu_bytes(extra: Mapping[str, object]) -> int | None:
