@@ -81,3 +81,8 @@ def test_weights_are_told_by_name_size_and_time(tmp_path: Path) -> None:
     assert weight_files(str(tmp_path)) == [("model.safetensors", 5, 2)]
     assert weight_files(str(weights)) == [("model.safetensors", 5, 2)]
     assert weight_files("org/name-on-a-hub") == []
+
+
+def test_a_link_to_weights_that_are_gone_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    assert weight_files(str(tmp_path)) == []

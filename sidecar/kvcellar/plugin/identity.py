@@ -69,7 +69,8 @@ def weight_files(model: str) -> list[tuple[str, int, int]]:
     """Name, size and modification time (ns) of each weight file, if the model is a local path."""
     path = Path(model)
     files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
-    stats = [(file.name, file.stat()) for file in files if file.suffix in _WEIGHT_SUFFIXES]
+    weights = [file for file in files if file.suffix in _WEIGHT_SUFFIXES and file.exists()]
+    stats = [(file.name, file.stat()) for file in weights]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
