@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def _check_interpreter(python: Path) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Passed:
     """What one pass over the prompts gave."""
 
@@ -132,10 +132,6 @@ class _Passed:
     hit_tokens: float
     loaded_bytes: float
     stored_bytes: float
-    tokens: list[tuple[int, ...]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens = [answer.token_ids for answer in self.answers]
 
 
 class Demo:
@@ -248,7 +244,7 @@ class Demo:
         engine.kill(Part.EVERYTHING)
         moved = self._stored_bytes(sandbox) - before
         engine.wait_gone()
-        # Five blocks of 32 KiB a rank and prompt, had it been left alone.
+        # Every whole block of each prompt, on each rank, had it been left alone.
         whole = (
             len(fresh)
             * (480 // self._block_tokens)
@@ -371,7 +367,8 @@ class Demo:
         )
 
     def _check_pass(self, statement: str, done: _Passed) -> None:
-        same = sum(got == want for got, want in zip(done.tokens, self._wanted, strict=True))
+        pairs = zip(done.answers, self._wanted, strict=True)
+        same = sum(got.token_ids == want for got, want in pairs)
         self._report.check(
             statement,
             f"{same} of {len(self._wanted)} answers, {mib(done.stored_bytes)} stored, "
