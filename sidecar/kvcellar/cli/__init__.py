@@ -5,6 +5,7 @@ install without the sidecar's packages can say what is missing. Reference: docs/
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -104,10 +105,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 def _leave_on_sigterm(status: int) -> None:
