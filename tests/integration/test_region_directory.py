@@ -139,6 +139,22 @@ def test_a_dangling_link_and_a_file_are_refused(volume: Path) -> None:
     assert sorted(os.listdir(volume)) == ["dangling", "file"]
 
 
+def test_a_directory_that_all_share_is_refused_and_left_as_it_is(volume: Path) -> None:
+    with pytest.raises(ConfigurationError, match="shared with others"):
+        RegionDirectory.create(volume)
+    assert stat.S_IMODE(volume.stat().st_mode) == 0o1777
+    assert os.listdir(volume) == []
+
+
+def test_a_directory_that_was_removed_and_made_anew_is_another_one(volume: Path) -> None:
+    directory = RegionDirectory.create(volume / "kvcellar")
+    assert directory.is_there()
+    (volume / "kvcellar").rmdir()
+    assert not directory.is_there()
+    (volume / "kvcellar").mkdir()
+    assert not directory.is_there()
+
+
 def test_a_missing_volume_is_a_setting_that_is_wrong(volume: Path) -> None:
     with pytest.raises(ConfigurationError, match="KVCELLAR_ROOT"):
         RegionDirectory.create(volume / "not-mounted" / "kvcellar")

@@ -1,5 +1,7 @@
 """The sidecar as a process, and the commands beside it: what they show, and how they end."""
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -81,8 +83,12 @@ def test_a_region_is_made_settled_and_shown_as_it_lies_on_the_volume(
     plan = json.loads(sidecar.get("/v1/plan")[1])
     assert plan["fits"] is True
     assert 64 * MIB <= plan["askedBytes"] <= 65 * MIB
-    shown = json.loads(sidecar.run("status", "--json").stdout)
-    assert shown["regions"][0] == sidecar.region()
+    shown = json.loads(sidecar.run("status", "--json").stdout)["regions"][0]
+    region = sidecar.region()
+    # What the node has in use changes between two looks.
+    assert [one.pop("usageBytes") for one in shown["limits"]][:1] == [used_bytes(volume)]
+    assert [one.pop("usageBytes") for one in region["limits"]][:1] == [used_bytes(volume)]
+    assert shown == region
     for name in ("sidecar starts", "region made", "region reserved", "region ready"):
         assert len(sidecar.events(name)) == 1
     assert sidecar.complaint == ""
@@ -196,6 +202,36 @@ def test_a_request_that_never_ends_does_not_delay_the_end(make_sidecar: MakeSide
         assert_ends_well(sidecar)
 
 
+def test_stuck_threads_and_unread_answers_do_not_delay_the_end_together(
+    make_sidecar: MakeSidecar,
+) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    lock = os.open(sidecar.directory, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with socket.create_connection(("127.0.0.1", sidecar.port)) as connection:
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+        time.sleep(6)  # the sweep of orphans waits for the lock
+        try:
+            assert_ends_well(sidecar)
+        finally:
+            os.close(lock)
+
+
+def test_silent_connections_do_not_take_every_descriptor(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar().start("prlimit", "--nofile=128:128")
+    limits = [limit["name"] for limit in sidecar.until_state("Ready")["limits"]]
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            address = ("127.0.0.1", sidecar.port)
+            stack.enter_context(contextlib.suppress(ConnectionError))
+            stack.enter_context(socket.create_connection(address))
+        time.sleep(2.5)  # two looks at the limits
+    until(lambda: sidecar.get("/livez")[0] == 200, "an answer")
+    assert [limit["name"] for limit in sidecar.region()["limits"]] == limits
+    assert sidecar.events("limits changed") == []
+
+
 def test_sigkill_at_random_moments_leaves_one_region_and_no_more_memory(large: Sidecar) -> None:
     moments = random.Random(7)
     for _ in range(5):
@@ -239,6 +275,19 @@ def test_under_degrade_it_lives_and_opens_every_gate(make_sidecar: MakeSidecar) 
         waited = sidecar.run("wait", "--for", gate, "--timeout", "5")
         assert (waited.returncode, json.loads(waited.stdout)["fits"]) == (0, False)
         assert "region eng is Failed" in waited.stderr
+
+
+def test_on_a_nearly_full_volume_engines_find_a_whole_page_or_none(
+    make_sidecar: MakeSidecar, volume: Path
+) -> None:
+    with (volume / "neighbour").open("wb") as neighbour:
+        os.posix_fallocate(neighbour.fileno(), 0, 256 * MIB - 5 * 4096)
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Failed")
+    time.sleep(0.5)  # it is told to the engines afterwards
+    assert sidecar.owner() is None
+    assert_ends_well(sidecar)
+    assert used_bytes(volume) == 256 * MIB - 5 * 4096
 
 
 ENTER = 'echo $$ > "$1/cgroup.procs"; shift; exec "$@"'
@@ -304,6 +353,7 @@ def test_a_port_in_use_ends_it_with_2_before_anything_is_made(make_sidecar: Make
         ("KVCELLAR_OWNER", "engine", "KVCELLAR_OWNER=engine"),
         ("KVCELLAR_MODE", "stock", "KVCELLAR_MODE=stock"),
         ("KVCELLAR_HTTP_HOST", "192.0.2.1", "cannot listen on 192.0.2.1"),
+        ("KVCELLAR_HTTP_HOST", "a..b", "cannot listen on a..b"),
     ],
 )
 def test_a_setting_that_cannot_be_used_ends_it_with_2_and_one_sentence(

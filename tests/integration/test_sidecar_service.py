@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -323,6 +324,10 @@ def remove_page(directory: Path) -> None:
     (directory / "eng.meta").unlink()
 
 
+def remove_directory(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
 def spoil_session(directory: Path) -> None:
     damage(directory, SESSION_AT)
 
@@ -332,6 +337,7 @@ DAMAGES = [
     (remove, "was removed or replaced"),
     (replace, "was removed or replaced"),
     (remove_page, "was removed or replaced"),
+    (remove_directory, "was removed or replaced"),
     (spoil_session, "damaged"),
 ]
 

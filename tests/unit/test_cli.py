@@ -1,20 +1,30 @@
 """The command line: arguments, exit statuses, the start gate against a fake sidecar."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from kvcellar import __version__, cli, contract
-from kvcellar.cli import wait
+from kvcellar.cli import client, wait
 from kvcellar.cli.client import Answer, SidecarClient
 from kvcellar.contract import OnFailure, RegionState, StartGate
 from kvcellar.errors import DoesNotFit, MetadataDamaged, NotReady
 
 PLAN = {"fits": True, "askedBytes": 9, "freeBytes": 10, "bindingLimit": "tmpfs", "limits": []}
 REFUSED = {**PLAN, "fits": False, "freeBytes": 8}
+REGION = {
+    **dict.fromkeys(("capacityBytes", "reservedBytes", "settledBytes", "usedBytes"), 9),
+    "engineId": "a",
+    "generation": 1,
+    "participants": [],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +59,7 @@ class Sidecar:
                 if len(self._states) > 1:
                     self._states.pop(0)
                 reason = "too big" if state is RegionState.FAILED else ""
-                region = {"engineId": "a", "state": state, "reason": reason}
+                region = {**REGION, "state": state, "reason": reason}
                 return Answer(200, json.dumps({"regions": [region]}))
             case "/v1/plan":
                 known = state is not RegionState.PLANNED
@@ -78,6 +88,16 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> type[Sidecar]:
 
 
 S = RegionState
+NO_REGIONS = (
+    '{"regions": []}',
+    '{"regions": null}',
+    '{"regions": 5}',
+    '{"regions": [{"engineId": 7}]}',
+    json.dumps({"regions": [{**REGION, "reason": "", "state": []}]}),
+    "[" * 100_000,
+    "9" * 5000,
+)
+"""Bodies that a sidecar does not give, but another server at that address may."""
 
 
 @pytest.mark.parametrize(
@@ -99,8 +119,10 @@ def test_a_gate_opens_when_the_regions_are_far_enough(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("regions", [None, Answer(503, "{}"), Answer(200, '{"regions": []}')])
-@pytest.mark.parametrize("gate", [StartGate.RESERVED, StartGate.SETTLED])
+@pytest.mark.parametrize(
+    "regions", [None, Answer(503, "{}"), *(Answer(200, text) for text in NO_REGIONS)]
+)
+@pytest.mark.parametrize("gate", list(StartGate))
 def test_a_gate_stays_shut_while_no_region_is_shown(
     monkeypatch: pytest.MonkeyPatch, gate: StartGate, regions: Answer | None
 ) -> None:
@@ -161,6 +183,43 @@ def test_an_answer_that_is_no_json_object_is_an_empty_one() -> None:
     assert Answer(503, "busy\n").detail == "busy"
 
 
+def test_a_refusal_without_a_reason_keeps_every_gate_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SidecarClient, "get", lambda _client, _path: Answer(500, ""))
+    for gate in StartGate:
+        with pytest.raises(NotReady, match="status 500"):
+            wait.run(gate, 0.0)
+
+
+def test_under_fail_a_refused_plan_without_figures_ends_with_3(sidecar: type[Sidecar]) -> None:
+    sidecar(S.FAILED, plan={"fits": False, "askedBytes": "x"}, on_failure=OnFailure.FAIL)
+    with pytest.raises(DoesNotFit, match="too big"):
+        wait.run(StartGate.PLAN, 5.0)
+
+
+@pytest.mark.parametrize("piece", [b" ", b" " * 65536], ids=["drip", "flood"])
+def test_an_answer_without_an_end_is_none(monkeypatch: pytest.MonkeyPatch, piece: bytes) -> None:
+    monkeypatch.setattr(client, "_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_send_for_ever, args=(server, piece), daemon=True).start()
+        began = time.monotonic()
+        assert SidecarClient("127.0.0.1", server.getsockname()[1]).get("/livez") is None
+    assert time.monotonic() - began < 5.0
+
+
+def _send_for_ever(server: socket.socket, piece: bytes) -> None:
+    connection, _ = server.accept()
+    with connection, contextlib.suppress(OSError):
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            connection.sendall(piece)
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 80])
+def test_nobody_answers_at_what_is_no_name_of_a_machine(host: str) -> None:
+    assert SidecarClient(host, 9785).get("/livez") is None
+
+
 # --- main ---------------------------------------------------------------------------------------------
 
 
@@ -193,6 +252,7 @@ def test_every_command_refuses_an_unknown_setting(
         ["wait", "--for", "lunch"],
         ["wait", "--for", "plan", "--timeout", "-1"],
         ["wait", "--for", "plan", "--timeout", "nan"],
+        ["wait", "--for", "plan", "--timeout", "soon"],
         ["status", "extra"],
         ["sidecar", "--nonsense"],
         ["clean", "--force"],

@@ -28,7 +28,7 @@ def run(*, as_json: bool) -> int:
     settings = Settings.load()
     answer = SidecarClient(settings.client_host, settings.http_port).get("/v1/regions")
     damage = ""
-    if answer is not None and answer.status == 200:
+    if answer is not None and answer.regions():
         regions: dict[str, Any] = answer.json()
     else:
         body, damage = _look(settings)

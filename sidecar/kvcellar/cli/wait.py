@@ -57,10 +57,12 @@ def _why_shut(client: SidecarClient, gate: StartGate, on_failure: OnFailure) -> 
     regions = _regions(client)
     if on_failure is OnFailure.FAIL:
         _stop_if_refused(client, regions)
-    if gate is StartGate.PLAN or started.status != 200:
-        return "" if started.status == 200 else started.detail
+    if started.status != 200:
+        return started.detail
     if not regions:  # it has just ended, or is no sidecar
         return f"the sidecar at {client.address} shows no region"
+    if gate is StartGate.PLAN:
+        return ""
     enough = _ENOUGH[gate] | (GIVEN_UP if on_failure is OnFailure.DEGRADE else frozenset())
     behind = [region for region in regions if region.get("state") not in enough]
     return _sentence(behind[0]) if behind else ""
@@ -76,8 +78,8 @@ def _stop_if_refused(client: SidecarClient, regions: list[dict[str, Any]]) -> No
     _print_refusal(client)
     raise DoesNotFit(
         str(failed.get("reason")),
-        asked_bytes=int(plan.json().get("askedBytes", 0)),
-        free_bytes=int(plan.json().get("freeBytes", 0)),
+        asked_bytes=_whole(plan.json().get("askedBytes")),
+        free_bytes=_whole(plan.json().get("freeBytes")),
         binding_limit=str(plan.json().get("bindingLimit", "")),
     )
 
@@ -94,8 +96,11 @@ def _print_refusal(client: SidecarClient) -> None:
 
 def _regions(client: SidecarClient) -> list[dict[str, Any]]:
     answer = client.get("/v1/regions")
-    listed = answer.json().get("regions", []) if answer else []
-    return [region for region in listed if isinstance(region, dict)]
+    return answer.regions() if answer else []
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _sentence(region: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from kvcellar.contract import ENV_HTTP_HOST, ENV_HTTP_PORT, ENV_OWNER, Mode, Own
 from kvcellar.daemon import logs
 from kvcellar.daemon.api import create_app
 from kvcellar.daemon.config import Settings
+from kvcellar.daemon.connections import BACKLOG, BoundedConnection
 from kvcellar.daemon.service import Service, describe, region_requests
 from kvcellar.errors import ConfigurationError, KVCellarError, Unsupported
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 LINGER_S = 1.0
 """How long a sidecar that ends under `fail` goes on answering, so that `kvcellar wait` learns why."""
 _STOP_S = 1.0
-"""Deadline of the threads at an end; with the server's own it stays below the 2 s that are promised."""
+"""Deadline of the threads at an end, from the signal on, so beside the server's own: 2 s are promised."""
 
 
 class _Server(uvicorn.Server):
@@ -98,7 +99,8 @@ def _make_server(service: Service) -> _Server:
     config = uvicorn.Config(
         create_app(service.status, lifespan),
         loop="asyncio",
-        http="h11",
+        http=BoundedConnection,
+        backlog=BACKLOG,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -117,21 +119,22 @@ def _listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: no name of a machine looks like that
         raise _not_listening(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise _not_listening(host, port, error) from error
     return listener
 
 
-def _not_listening(host: str, port: int, error: OSError) -> ConfigurationError:
+def _not_listening(host: str, port: int, error: OSError | UnicodeError) -> ConfigurationError:
+    why = error.strerror if isinstance(error, OSError) else "that is no name or address"
     return ConfigurationError(
-        f"cannot listen on {host} port {port}: {error.strerror}; set {ENV_HTTP_PORT} to a free port "
+        f"cannot listen on {host} port {port}: {why}; set {ENV_HTTP_PORT} to a free port "
         f"and {ENV_HTTP_HOST} to an address of this machine"
     )
 

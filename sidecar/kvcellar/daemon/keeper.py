@@ -158,10 +158,12 @@ class RegionKeeper:
 
     def _take_up(self) -> OwnedRegion:
         """The region in a state that can be gone on from: acquired, or planned again after a failure."""
-        directory = self._open_directory()
         if self._region is not None and self._is_damaged:
             self._clear_away(self._region)
         region = self._region
+        if region is None:
+            self._forget_lost_directory()
+        directory = self._open_directory()
         if region is None:
             region = self._acquire(directory)
         else:
@@ -192,6 +194,15 @@ class RegionKeeper:
         if not region.release():
             raise RegionMismatch(self.view.reason)
         self._region, self._is_damaged = None, False
+
+    def _forget_lost_directory(self) -> None:
+        """Let go of a directory that somebody has removed or replaced: the next one is made anew."""
+        directory = self._directory
+        if directory is not None and not directory.is_there():
+            logger.warning("directory removed by another process", extra=self._fields())
+            self._take_notice_down()
+            self._directory = None
+            directory.close()
 
     def _open_directory(self) -> RegionDirectory:
         if self._directory is None:

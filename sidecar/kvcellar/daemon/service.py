@@ -79,6 +79,7 @@ class Service:
         self._fatal_lock = threading.Lock()
         self._tell_fatal: Callable[[], None] | None = None
         self._stop = threading.Event()
+        self._asked_s = 0.0
         self._beat_s = time.monotonic()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
 
@@ -94,16 +95,18 @@ class Service:
 
     def request_stop(self) -> None:
         """Ask every thread to end after its step; safe in a signal handler's context."""
+        self._asked_s = self._asked_s or time.monotonic()
         self._stop.set()
         for keeper in self._keepers:
             keeper.stop()
 
     def stop(self, timeout_s: float) -> None:
-        """End, and wait for the threads up to a deadline; regions keep their files."""
+        """End, and wait for the threads up to a deadline after the first asking; regions keep their files."""
+        self._asked_s = self._asked_s or time.monotonic()
         self._stop.set()
         for keeper in self._keepers:
             keeper.stop(leave_nothing=self.fatal is not None)
-        deadline = time.monotonic() + timeout_s
+        deadline = self._asked_s + timeout_s
         for keeper in self._keepers:
             if not keeper.join(deadline - time.monotonic()):
                 logger.warning(
@@ -165,6 +168,9 @@ class Service:
     def _look(self, directory: RegionDirectory | None, *, is_sweep: bool) -> RegionDirectory | None:
         """Look at limits and orphans; without a directory the keepers say what is wrong with it."""
         try:
+            if directory is not None and not directory.is_there():
+                directory.close()
+                directory = None
             directory = directory or self._open_directory()
             self._look_at_limits(directory)
             if is_sweep:

@@ -139,6 +139,15 @@ class RegionDirectory:
         finally:
             os.close(parent_fd)
 
+    def is_there(self) -> bool:
+        """Whether the path still leads to this very directory."""
+        try:
+            now = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            return False
+        ours = os.fstat(self.fd)
+        return (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino)
+
     def close(self) -> None:
         """Close the descriptor."""
         fd, self.fd = self.fd, -1
@@ -332,7 +341,13 @@ def _check_filesystem(path: Path, fd: int, any_filesystem: bool) -> None:
 
 
 def _set_mode(path: Path, fd: int, parent_fd: int, mode: int, made: bool) -> None:
-    if made or stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+    found = stat.S_IMODE(os.fstat(fd).st_mode)
+    if found & stat.S_ISVTX and not made:
+        raise ConfigurationError(
+            f"{path} is shared with others (mode {found:o}) and is left as it is: set KVCELLAR_DIR to a directory that "
+            f"only kvcellar uses, such as {path / 'kvcellar'}"
+        )
+    if made or found != mode:
         try:
             # A plain mode without 02000 would drop setgid, and with it the group of the files.
             os.fchmod(fd, mode)

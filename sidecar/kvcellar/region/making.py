@@ -31,7 +31,7 @@ from kvcellar.region.directory import (
     temporary_name,
 )
 from kvcellar.region.memory import TMPFS
-from kvcellar.region.metadata import MAX_SLOTS, OwnerSection
+from kvcellar.region.metadata import MAX_SLOTS, META_BYTES, OwnerSection
 from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
 from kvcellar.region.states import ATTACHABLE, RegionRequest
 
@@ -109,6 +109,7 @@ def create(
         data_fd, index_fd, meta_fd = made.values()
         os.ftruncate(data_fd, request.capacity_bytes)
         owner = _new_owner(request, nonce, data_fd)
+        os.posix_fallocate(meta_fd, 0, META_BYTES)  # on a full volume a write is only cut short
         os.pwrite(meta_fd, metafile.new_page(owner), 0)
         if not locks.try_lock(meta_fd, locks.OWNER_BYTE):
             raise RegionHeld(
