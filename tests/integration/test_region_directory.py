@@ -410,6 +410,18 @@ def test_a_survey_tells_owned_held_and_loose_apart(directory: RegionDirectory) -
     owned.close()
 
 
+def test_what_is_no_regular_file_of_one_name_is_foreign(directory: RegionDirectory) -> None:
+    names = [f"{kind}.0123456789abcdef.data" for kind in ("directory", "link", "pipe", "twice")]
+    (directory.path / names[0]).mkdir()
+    (directory.path / names[1]).symlink_to("/etc/passwd")
+    os.mkfifo(directory.path / names[2])
+    (directory.path / names[3]).touch()
+    os.link(directory.path / names[3], directory.path / "other name")
+    found = {loose.name: loose.kind for loose in survey(directory).loose}
+    assert found == dict.fromkeys([*names, "other name"], LooseKind.FOREIGN)
+    assert reclaim_loose(directory) == []
+
+
 def test_loose_parts_are_removed_and_foreign_files_stay(directory: RegionDirectory) -> None:
     region = make(directory)
     part, foreign = "c.0123456789abcdef.data", "vllm_offload_c.mmap"

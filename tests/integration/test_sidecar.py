@@ -23,7 +23,7 @@ from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
 from kvcellar.region.metadata import META_BYTES, Counters
 from tests.integration.conftest import MakeVolume
-from tests.support.sidecars import Sidecar, end_all, until, used_bytes
+from tests.support.sidecars import KVCELLAR, Sidecar, end_all, until, used_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -413,6 +413,31 @@ def test_clean_removes_what_nobody_owns_or_holds(
     assert used_bytes(volume) == 0
     assert command(sidecar, "clean") == (0, "nothing to remove\n", "")
     assert command(sidecar, "status") == (0, "no regions\n", "")
+
+
+def test_clean_that_may_not_remove_says_so_and_removes_nothing(
+    make_sidecar: MakeSidecar, volume: Path
+) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    sidecar.end()
+    before = sidecar.files
+    sidecar.directory.chmod(0o550)
+    cleaned = subprocess.run(
+        # Root without its rights is held up by the mode, and still comes to the volume.
+        ["setpriv", "--bounding-set=-all", "--inh-caps=-all", KVCELLAR, "clean"],
+        env=sidecar.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (cleaned.returncode, cleaned.stderr.count("\n")) == (2, 1)
+    assert f"may not be cleaned by uid {os.geteuid()}" in cleaned.stderr
+    subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
+    cleaned = sidecar.run("clean")
+    assert cleaned.returncode == 2
+    assert "mounted read-only" in cleaned.stderr
+    assert sidecar.files == before
 
 
 def test_clean_removes_loose_files_but_no_foreign_ones(

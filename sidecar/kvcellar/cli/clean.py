@@ -1,9 +1,16 @@
 """`kvcellar clean`: remove regions and files that nobody owns or holds, and say what was left and why."""
 
+import os
 import sys
 
 from kvcellar.daemon.config import Settings
-from kvcellar.errors import MetadataDamaged, NotReady, RegionHeld, RegionMismatch
+from kvcellar.errors import (
+    ConfigurationError,
+    MetadataDamaged,
+    NotReady,
+    RegionHeld,
+    RegionMismatch,
+)
 from kvcellar.region.directory import RegionDirectory, meta_name
 from kvcellar.region.survey import (
     FoundRegion,
@@ -21,6 +28,7 @@ def run(*, is_dry: bool) -> int:
 
     Raises:
         NotReady: there is no directory.
+        ConfigurationError: this process may not remove what lies in it.
         RegionHeld: there was something, and all of it is owned or held.
         RegionMismatch: a page cannot be read or a name is not ours; the rest was cleaned.
     """
@@ -33,6 +41,10 @@ def run(*, is_dry: bool) -> int:
         ) from error
     try:
         return _Cleaner(directory, is_dry).clean()
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"{path} may not be cleaned by uid {os.geteuid()}: run the command as the uid of its sidecar"
+        ) from error
     finally:
         directory.close()
 

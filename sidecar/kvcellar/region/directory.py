@@ -215,6 +215,10 @@ class RegionDirectory:
                 "or supplementalGroups of the pod) or one uid"
             ) from error
         except OSError as error:
+            if error.errno == errno.EROFS:
+                raise ConfigurationError(
+                    f"{self.path} is mounted read-only: mount the volume writable"
+                ) from error
             raise RegionMismatch(self._odd_file(name, os.strerror(error.errno or 0))) from error
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:

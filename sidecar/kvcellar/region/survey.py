@@ -6,6 +6,7 @@ metadata page names and nobody holds. Both prove under the big lock what they cl
 
 import contextlib
 import os
+import stat
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,7 +32,7 @@ class LooseKind(StrEnum):
     PART = "part"
     """Our pattern: left by a process that was killed while it made or removed a region."""
     FOREIGN = "foreign"
-    """Not our pattern: never touched."""
+    """Not our pattern, or no regular file of one name: never touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +197,11 @@ def _parts(engine_id: EngineId, owner: OwnerSection) -> tuple[str, str]:
 def _loose(directory: RegionDirectory, name: str) -> LooseFile:
     kind = LooseKind.PART if engine_of_part(name) else LooseKind.FOREIGN
     try:
-        size = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_blocks * 512
+        status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
     except FileNotFoundError:
-        size = 0
+        return LooseFile(name, kind, 0, is_held=False)
+    size = status.st_blocks * 512
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        return LooseFile(name, LooseKind.FOREIGN, size, is_held=False)
     holds = kind is LooseKind.PART and _held(directory, data_of_part(name))
     return LooseFile(name, kind, size, is_held=holds)
