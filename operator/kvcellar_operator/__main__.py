@@ -50,6 +50,8 @@ async def _run(settings: WebhookSettings | ControllerSettings) -> None:
             logger.info("controller %s starts", __version__)
             await Controller(settings).run(stop)
     logger.info("ended")
+    # kopf leaves generators behind that cannot be closed when the loop ends, which asyncio calls an error.
+    loop.set_exception_handler(lambda _loop, context: logger.debug("%s", context["message"]))
 
 
 def _configure_logging(level: str) -> None:

@@ -8,6 +8,7 @@ writes are `reconcile`'s. kopf ends if one of its watches does, and the program 
 import asyncio
 import contextlib
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 120
 """A watch is opened anew after this, which is what shows that the API server answers."""
+_PAGE = 100
+"""Objects of one page of a list: each is a whole pod until it was looked at."""
 _RETRY_S = 5.0
 _EXIT_S = 30.0
 
@@ -220,7 +223,7 @@ class Controller:
                 world.pods.pop(key, None)
             else:
                 world.pods[key] = view_pod(body)
-            loop.wake(key)
+            loop.wake(key, self._spread_s(event))
 
         @kopf.on.event(*_REGIONS, id="regions", registry=registry)
         async def of_regions(event: Mapping[str, Any], **_: Any) -> None:  # noqa: ANN401 - kopf's own
@@ -232,12 +235,18 @@ class Controller:
                 known = world.regions.get(key_of(body))
                 if world.take_region(body) is known or not _is_news(body, known):
                     return
-            loop.wake(pod_of(body))
+            loop.wake(pod_of(body), self._spread_s(event))
 
         @kopf.on.event(*_EVENTS, id="refusals", registry=registry)
         async def of_refusals(event: Mapping[str, Any], **_: Any) -> None:  # noqa: ANN401 - kopf's own
             if event["type"] != "DELETED":
                 refused.note(event["object"])
+
+    def _spread_s(self, event: Mapping[str, Any]) -> float:
+        """What a list shows at once, at the start or after an outage, is visited over one interval."""
+        if event["type"] is not None:
+            return 0.0
+        return random.uniform(0.0, self._settings.poll_s)  # noqa: S311 - spreads load, no secret
 
     def _gauges(self) -> Iterable[tuple[str, str, Mapping[str, str], float]]:
         name, text = "kvcellar_controller_answer_age_seconds", "Time since a list or watch answered"
@@ -276,6 +285,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True
     settings.watching.label_selectors[_PODS] = f"{LABEL_INJECT}=true"
     settings.watching.field_selectors[_EVENTS] = refusals.FIELD_SELECTOR
+    settings.watching.chunk_size = _PAGE
     settings.watching.server_timeout = _WATCH_S
     settings.watching.client_timeout = _WATCH_S + 30
     settings.networking.error_backoffs = _Backoffs()
