@@ -38,7 +38,7 @@ def make_cellar(sandbox: Sandbox, workshop: Path, tmp_path: Path) -> MakeCellar:
 def answer(engine: Engine, asked: list[list[int]]) -> tuple[Tokens, int]:
     """Tokens of the answers, and how many prompt tokens came from the host; the device begins empty."""
     engine.reset_prefix_cache()
-    answers = engine.generate(asked, together=True)
+    answers = engine.generate(asked, max_tokens=8, together=True)
     engine.settle()
     assert {each.finish_reason for each in answers} == {"length"}
     return [each.token_ids for each in answers], sum(each.cached_tokens for each in answers)
