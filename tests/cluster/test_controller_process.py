@@ -439,7 +439,8 @@ def test_killed_at_random_moments_everything_is_true_in_the_end(scene: Scene, ki
     traffic = Traffic(scene, kills)
     for _ in range(kills):
         traffic.move(10)
-        time.sleep(traffic.chance.uniform(0.0, 2.5))
+        # From before it has started, which takes a second or two, to well into its work.
+        time.sleep(traffic.chance.uniform(0.0, 5.0))
         scene.process.end(signal.SIGKILL)
         traffic.move(4)
         scene.process.start()
