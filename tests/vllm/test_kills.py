@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar.contract import DIRECTORY_NAME
 from kvcellar.demo.client import Engine, EngineConfig, Part
-from kvcellar.demo.main import KV_TRANSFER
+from kvcellar.demo.main import KV_TRANSFER, VLLM_LEFT_BYTES
 from kvcellar.demo.models import ModelKind, random_prompt, write_checkpoint
 from kvcellar.demo.sandbox import SHM, Sandbox
 from kvcellar.demo.sidecar import Sidecar
@@ -45,7 +45,7 @@ def _kill_and_restart(folder: Path, parts: list[Part], seed: int) -> None:
     """Start, kill at a random moment of a load and store mix, check; once more for each part."""
     rng = random.Random(seed)
     write_checkpoint(ModelKind.LLAMA, folder / "model")
-    with Sandbox.open(CAPACITY_BYTES + (272 << 20)) as sandbox:
+    with Sandbox.open(CAPACITY_BYTES + (272 << 20) + len(parts) * VLLM_LEFT_BYTES) as sandbox:
         sidecar = Sidecar.start(
             sandbox, folder / "sidecar.log", "killed", str(CAPACITY_BYTES), SIDECAR_PYTHON
         )
