@@ -188,7 +188,7 @@ Each is what the program asks for at its start (`needs` in webhook.py and contro
 # An OffloadRegion for each engine; it goes with its pod, so nothing is deleted.
 - apiGroups: [kvcellar.dev]
   resources: [offloadregions]
-  verbs: [get, list, watch, create]
+  verbs: [list, watch, create]
 # Their status; what people write in their spec stays theirs.
 - apiGroups: [kvcellar.dev]
   resources: [offloadregions/status]
