@@ -243,11 +243,11 @@ def test_names_of_region_objects_are_legal_and_unique() -> None:
 
 def link(tmp_path: Path, python_path: str | None) -> tuple[int, dict[str, str], str]:
     script = inject(pod(), "ns", None, SETTINGS).pod["spec"]["initContainers"][1]["command"]
-    links, work = tmp_path / "image", tmp_path / "work"
-    work.mkdir()
+    links, folder = tmp_path / "image", tmp_path / "cwd"
+    folder.mkdir()
     env = {"PATH": "/usr/bin:/bin"} | ({} if python_path is None else {"PYTHONPATH": python_path})
     done = subprocess.run(
-        [*script[:-1], str(links)], env=env, cwd=work, capture_output=True, text=True, check=False
+        [*script[:-1], str(links)], env=env, cwd=folder, capture_output=True, text=True, check=False
     )
     found = {path.name: str(path.readlink()) for path in links.iterdir()} if links.exists() else {}
     return done.returncode, found, done.stderr
@@ -256,7 +256,7 @@ def link(tmp_path: Path, python_path: str | None) -> tuple[int, dict[str, str], 
 def test_each_entry_is_linked_and_relative_ones_from_the_working_directory(tmp_path: Path) -> None:
     status, found, _ = link(tmp_path, "/app:src:/with space/*")
 
-    assert (status, found) == (0, {"0": "/app", "1": f"{tmp_path}/work/src", "2": "/with space/*"})
+    assert (status, found) == (0, {"0": "/app", "1": f"{tmp_path}/cwd/src", "2": "/with space/*"})
 
 
 @pytest.mark.parametrize("text", [None, "", ":"])

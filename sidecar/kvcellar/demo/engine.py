@@ -101,11 +101,6 @@ class Driver:
             ]
         }
 
-    def pids(self) -> Json:
-        """Process numbers as seen in here: this one, and the scheduler processes."""
-        manager = self._llm.llm_engine.engine_core.resources.engine_manager
-        return {"front": os.getpid(), "schedulers": [process.pid for process in manager.processes]}
-
     def shutdown(self) -> Json:
         """Let the scheduler and the workers end by themselves, as at SIGTERM to a server."""
         began = time.monotonic()
@@ -119,7 +114,6 @@ def _serve(driver: Driver, lines: Iterator[bytes], answer: Callable[[Json], None
         "settle": driver.settle,
         "reset_prefix_cache": driver.reset_prefix_cache,
         "metrics": driver.metrics,
-        "pids": driver.pids,
         "shutdown": driver.shutdown,
     }
     for line in lines:
