@@ -20,11 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcellar.demo.client import Engine, EngineConfig
-from kvcellar.demo.main import ENGINE_ID, KV_TRANSFER
+from kvcellar.demo.client import Engine
+from kvcellar.demo.engine_config import KV_TRANSFER, EngineConfig
 from kvcellar.demo.models import ModelKind, write_checkpoint
 from kvcellar.demo.sandbox import SHM, Sandbox
 from kvcellar.demo.sidecar import Sidecar
+from kvcellar.demo.story import ENGINE_ID
 
 _HEAD_ROOM_BYTES = 1 << 30
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.demo.main import KV_TRANSFER
+from kvcellar.demo.engine_config import KV_TRANSFER
 from kvcellar.demo.sandbox import Sandbox
 
 ROOT = Path(__file__).parents[2]

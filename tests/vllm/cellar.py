@@ -1,21 +1,21 @@
 """A place where an engine meets a sidecar: sandbox, control file, log of loads, and what they show."""
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvcellar.contract import Direction, Role
-from kvcellar.demo.client import Engine, EngineConfig
+from kvcellar.demo import measure
+from kvcellar.demo.client import Engine
+from kvcellar.demo.engine_config import EngineConfig
 from kvcellar.demo.models import TRAITS, ModelKind, random_prompt
 from kvcellar.demo.sandbox import Sandbox
+from kvcellar.demo.sidecar import Sidecar
 from kvcellar.region import metafile
 from kvcellar.region.metadata import Counters, SessionSection
 
@@ -23,12 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ID = "eng"
 SHM = "/dev/shm"
 
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+SIDECAR_PYTHON = ROOT / ".venv/bin/python"
+"""The engines' environments have no web stack."""
 
 
 def prompts(n: int, seed: int = 0) -> list[list[int]]:
@@ -70,7 +66,7 @@ class Cellar:
     @property
     def directory(self) -> Path:
         """The regions' directory, as seen from outside the sandbox."""
-        return self.sandbox.path(f"{SHM}/kvcellar")
+        return measure.directory(self.sandbox)
 
     def control(self, rules: Mapping[Direction, Mapping[str, object]] | None = None) -> None:
         """Set the rules of `faulty_spec`, for the next batch of copies on."""
@@ -79,28 +75,10 @@ class Cellar:
         new.write_text(json.dumps(rules or {}))
         new.replace(path)
 
-    @contextmanager
-    def sidecar(self, capacity: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A real sidecar in the sandbox, with one region for the engine."""
-        environment = {
-            "PATH": os.environ["PATH"],
-            "KVCELLAR_ROOT": SHM,
-            "KVCELLAR_ENGINE_ID": ENGINE_ID,
-            "KVCELLAR_CAPACITY": capacity,
-            "KVCELLAR_HTTP_PORT": str(free_port()),
-            **variables,
-        }
-        with (self.folder / "sidecar.log").open("ab") as log:
-            process = self.sandbox.popen(
-                [ROOT / ".venv/bin/python", "-P", "-m", "kvcellar.daemon"],
-                env=environment,
-                stderr=log,
-            )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+    def sidecar(self, capacity: str, **variables: str) -> Sidecar:
+        """A real sidecar in the sandbox, with one region for the engine; use it in a `with`."""
+        log = self.folder / "sidecar.log"
+        return Sidecar.start(self.sandbox, log, ENGINE_ID, capacity, SIDECAR_PYTHON, **variables)
 
     def start(
         self,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvcellar.demo import processes
-from kvcellar.demo.client import Engine, EngineConfig, EngineFailed, Part
+from kvcellar.demo.client import Engine, EngineFailed, Part
+from kvcellar.demo.engine_config import EngineConfig
 from kvcellar.demo.models import ModelKind, random_prompt
 from kvcellar.demo.processes import ProcessId
 from kvcellar.demo.sandbox import SHM, Sandbox

@@ -7,25 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.contract import DIRECTORY_NAME
-from kvcellar.demo.client import Engine, EngineConfig, Part
-from kvcellar.demo.main import KV_TRANSFER, VLLM_LEFT_BYTES
+from kvcellar.demo.client import Engine, Part
+from kvcellar.demo.engine_config import KV_TRANSFER, VLLM_LEFT_BYTES, EngineConfig
+from kvcellar.demo.measure import region_bytes
 from kvcellar.demo.models import ModelKind, random_prompt, write_checkpoint
 from kvcellar.demo.sandbox import SHM, Sandbox
 from kvcellar.demo.sidecar import Sidecar
+from tests.vllm.cellar import SIDECAR_PYTHON
 
 pytestmark = [pytest.mark.vllm, pytest.mark.newest]
 
-SIDECAR_PYTHON = Path(__file__).parents[2] / ".venv/bin/python"
 CAPACITY_BYTES = 48 << 20
 RANKS = 2
 PROMPTS = [random_prompt(170, seed) for seed in range(32)]
 HITS = "vllm:external_prefix_cache_hits_total"
-
-
-def _region_bytes(sandbox: Sandbox) -> int:
-    files = (sandbox.path(SHM) / DIRECTORY_NAME).glob("*.data")
-    return sum(file.stat().st_blocks * 512 for file in files)
 
 
 def _engine(sandbox: Sandbox, folder: Path) -> Engine:
@@ -65,7 +60,7 @@ def _kill_and_restart(folder: Path, parts: list[Part], seed: int) -> None:
                     engine.kill(part)
             region = sidecar.wait_for("unheld", lambda body: not body["participants"])
             assert (region["state"], region["engineStarts"]) == ("Ready", number)
-            assert _region_bytes(sandbox) == CAPACITY_BYTES
+            assert region_bytes(sandbox) == CAPACITY_BYTES
         with _engine(sandbox, folder) as engine:
             engine.wait_ready()
             wanted = engine.generate(PROMPTS, together=True)
@@ -77,7 +72,7 @@ def _kill_and_restart(folder: Path, parts: list[Part], seed: int) -> None:
             engine.reset_prefix_cache()
             again = engine.generate(PROMPTS, together=True)
             assert [each.token_ids for each in again] == [each.token_ids for each in wanted]
-            assert _region_bytes(sandbox) == CAPACITY_BYTES
+            assert region_bytes(sandbox) == CAPACITY_BYTES
             engine.shutdown()
         sidecar.terminate()
         assert not sandbox.processes()

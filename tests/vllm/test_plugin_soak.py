@@ -13,8 +13,9 @@ from kvcellar.contract import Direction
 from kvcellar.demo.client import Engine, EngineFailed, Part
 from kvcellar.demo.models import ModelKind, random_prompt
 from kvcellar.demo.sandbox import Sandbox
+from kvcellar.demo.sidecar import free_port
 from kvcellar.region import metafile
-from tests.vllm.cellar import SHM, Cellar, free_port, prompts
+from tests.vllm.cellar import SHM, Cellar, prompts
 from tests.vllm.conftest import checkpoint, engine_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.soak, pytest.mark.timeout(1800)]

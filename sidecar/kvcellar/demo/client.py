@@ -2,26 +2,15 @@
 
 `Engine` owns one engine process tree and its control socket. Every wait has a deadline, and
 every failure carries the end of the engine's log. Standard library only.
-
-Which settings, and why (all measured with vLLM 0.31 and 0.32 on two cores):
-
-- float32, greedy, eager: tokens are then the same in every start, for every batch, and with or
-  without a prefix that was cached or loaded, and equal to those of transformers. The smallest
-  distance between the best two log probabilities in hundreds of steps was a few 1e-3, while
-  rounding differs by about 1e-6.
-- Threads are neither bound nor more than one a rank: with vLLM's default binding two ranks
-  refuse to start on a machine with one NUMA node, and compete for one core elsewhere.
-- Another number of ranks gives other tokens by itself: compare like with like.
 """
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +18,8 @@ from typing import Any, Self
 
 from kvcellar.demo import engine as engine_program
 from kvcellar.demo import processes
-from kvcellar.demo.models import TRAITS, ModelKind
+from kvcellar.demo.answers import Answer, Metrics, Started
+from kvcellar.demo.engine_config import EngineConfig, environment, vllm_arguments
 from kvcellar.demo.processes import ProcessId
 from kvcellar.demo.sandbox import ProcessesLeft, Sandbox
 from kvcellar.errors import KVCellarError
@@ -40,7 +30,6 @@ START_TIMEOUT_S = 300.0
 COMMAND_TIMEOUT_S = 120.0
 
 _LOG_TAIL_LINES = 60
-_KV_MEMORY_BYTES = 64 << 20
 
 
 class EngineFailed(KVCellarError):
@@ -54,69 +43,6 @@ class Part(Enum):
     SCHEDULER = "scheduler"
     WORKERS = "workers"
     EVERYTHING = "everything"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """What one engine is made of.
-
-    Attributes:
-        python: interpreter of an environment with vLLM.
-        model: folder of a checkpoint that `models.write_checkpoint` made.
-        kind: which model that is.
-        ranks: tensor-parallel size.
-        kv_transfer: the value of ``--kv-transfer-config``; None for no connector.
-        n_blocks: KV blocks on the device. Few of them make vLLM evict early; they must hold
-            one sequence of `max_model_len`.
-        max_model_len: tokens of prompt and answer together.
-        max_num_seqs: requests in a batch.
-        env: more environment variables; they win over those set here.
-        arguments: more arguments of `vllm.LLM`; they win over those set here.
-        cache: folder for what vLLM keeps between starts, per environment. Without one each
-            start imports vLLM once more to look at the model's class: about 8 s.
-    """
-
-    python: Path
-    model: Path
-    kind: ModelKind
-    ranks: int = 1
-    kv_transfer: Mapping[str, Any] | None = None
-    n_blocks: int = 128
-    max_model_len: int = 512
-    max_num_seqs: int = 4
-    env: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    cache: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What an engine says of its start.
-
-    Attributes:
-        version: vLLM's.
-        import_s: until its front end had imported vLLM.
-        start_s: until it could serve.
-    """
-
-    version: str
-    import_s: float
-    start_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One request's result.
-
-    Attributes:
-        token_ids: the tokens that were generated.
-        cached_tokens: prompt tokens that came from the device's cache or a connector.
-        finish_reason: "length", or "error" when vLLM gave the request up.
-    """
-
-    token_ids: tuple[int, ...]
-    cached_tokens: int
-    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,29 +74,6 @@ class EngineProcesses:
                 return (self.front, self.scheduler, *self.workers, *self.others)
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """A reading of vLLM's counters.
-
-    Attributes:
-        samples: (name, labels, value), names as Prometheus shows them (``..._total``).
-    """
-
-    samples: tuple[tuple[str, Mapping[str, str], float], ...]
-
-    def total(self, name: str, **labels: str) -> float:
-        """Sum of the samples with that name and those labels; 0 when there is none."""
-        return sum(
-            value
-            for sample, have, value in self.samples
-            if sample == name and labels.items() <= have.items()
-        )
-
-    def names(self) -> set[str]:
-        """All names that occur."""
-        return {name for name, _, _ in self.samples}
-
-
 class Engine:
     """A running engine. Make it by `start`; use it as a context manager to be rid of it."""
 
@@ -199,14 +102,14 @@ class Engine:
         with theirs, log.open("ab") as output:
             entry = sandbox.popen(
                 [config.python, "-P", engine_program.__file__, str(theirs.fileno())],
-                env=_environment(config, sandbox),
+                env=environment(config, sandbox.scratch),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
             )
         self = cls(entry, ours, log)
         try:
-            self._send(_arguments(config))
+            self._send(vllm_arguments(config))
         except EngineFailed:
             self.destroy()
             raise
@@ -414,53 +317,3 @@ class Engine:
 
     def _failure(self, what: str) -> EngineFailed:
         return EngineFailed(f"{what}; end of {self._log}:\n{self.log_tail()}")
-
-
-def _arguments(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`."""
-    traits = TRAITS[config.kind]
-    arguments: dict[str, Any] = {
-        "model": str(config.model),
-        "tensor_parallel_size": config.ranks,
-        "distributed_executor_backend": "mp",
-        "dtype": "float32",
-        "seed": 0,
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": True,
-        "block_size": traits.block_size,
-        "num_gpu_blocks_override": config.n_blocks,
-        "kv_cache_memory_bytes": _KV_MEMORY_BYTES,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_model_len,
-        "disable_log_stats": False,
-    }
-    if traits.attention_backend is not None:
-        arguments["attention_config"] = {"backend": traits.attention_backend}
-    if config.kv_transfer is not None:
-        arguments["kv_transfer_config"] = dict(config.kv_transfer)
-    return arguments | dict(config.arguments)
-
-
-def _environment(config: EngineConfig, sandbox: Sandbox) -> dict[str, str]:
-    """The whole environment of an engine: little is inherited, so that starts are alike."""
-    scratch = str(sandbox.scratch)
-    return {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "LANG": "C.UTF-8",
-        "HOME": scratch,
-        "TMPDIR": scratch,
-        "VLLM_CACHE_ROOT": str(config.cache) if config.cache is not None else f"{scratch}/vllm",
-        # Nothing leaves the machine, and nothing is looked for outside it.
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_PLUGINS": "",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        # With two ranks the embedding would otherwise be compiled at the first request, which
-        # takes 25 s and a C++ compiler.
-        "TORCH_COMPILE_DISABLE": "1",
-    } | dict(config.env)

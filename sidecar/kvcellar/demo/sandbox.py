@@ -15,25 +15,23 @@ From outside, files in the sandbox are seen through `Sandbox.path`. Those paths 
 ``/proc/<holder>/root``, a link that only the kernel can follow: never resolve them
 (`os.path.realpath`, `Path.resolve`), or they turn into the machine's own ``/dev/shm``.
 
-The module is also the program of both processes (``python -m kvcellar.demo.sandbox``).
+The program of both processes is `kvcellar.demo.inside`.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import IO, NoReturn, Self
+from types import TracebackType
+from typing import IO, Self
 
 from kvcellar.demo import processes
+from kvcellar.demo.inside import Mounts
 from kvcellar.demo.processes import ProcessId
 from kvcellar.errors import KVCellarError, Unsupported
 
@@ -42,44 +40,13 @@ SHM = Path("/dev/shm")  # noqa: S108  the path that engines use, private here
 
 _READY_TIMEOUT_S = 20.0
 _END_TIMEOUT_S = 20.0
+_SCRATCH_BYTES = 1 << 30
 
-# From sched.h, mount.h and prctl.h.
-_CLONE_NEWNS = 0x00020000
-_CLONE_NEWUSER = 0x10000000
-_CLONE_NEWPID = 0x20000000
-_MS_NOSUID = 2
-_MS_NODEV = 4
-_MNT_DETACH = 2
-_PR_SET_PDEATHSIG = 1
-
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_INSIDE = (sys.executable, "-P", "-m", "kvcellar.demo.inside")
 
 
 class ProcessesLeft(KVCellarError):
     """Processes outlived the sandbox they ran in, or the engine they belonged to."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mounts:
-    """What the holder mounts.
-
-    Attributes:
-        scratch: a folder to cover with a tmpfs, and to remove at the end.
-        tmpfs: size in bytes by mount point, scratch among them.
-    """
-
-    scratch: str
-    tmpfs: dict[str, int]
-
-    def encode(self) -> str:
-        """As one argument of a command."""
-        return json.dumps([self.scratch, self.tmpfs])
-
-    @classmethod
-    def decode(cls, text: str) -> "_Mounts":
-        """The inverse of `encode`."""
-        scratch, tmpfs = json.loads(text)
-        return cls(str(scratch), {str(path): int(bytes_) for path, bytes_ in tmpfs.items()})
 
 
 class Sandbox:
@@ -126,7 +93,7 @@ class Sandbox:
         ]
         if os.geteuid() != 0:
             command += ["--user", "--map-root-user"]
-        command += ["--", *_SELF, "hold", _Mounts(str(scratch), sizes).encode()]
+        command += ["--", *_INSIDE, "hold", Mounts(str(scratch), sizes).encode()]
         try:
             holder = subprocess.Popen(  # noqa: S603  our own program
                 command,
@@ -197,7 +164,7 @@ class Sandbox:
         with _sealed(os.environ if env is None else env) as environment:
             where = (first.pid, first.started_ticks, environment)
             entry = subprocess.Popen(  # noqa: S603  the caller's command, no shell
-                [*_SELF, "enter", *map(str, (*where, *command))],
+                [*_INSIDE, "enter", *map(str, (*where, *command))],
                 env=_own_environment(),
                 stdin=stdin,
                 stdout=stdout,
@@ -263,10 +230,6 @@ class Sandbox:
             )
 
 
-_SELF = (sys.executable, "-P", "-m", "kvcellar.demo.sandbox")
-_SCRATCH_BYTES = 1 << 30
-
-
 def _own_environment() -> dict[str, str]:
     """Of the holder and the entries: they find this package where this process has found it."""
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -309,121 +272,3 @@ def _end(holder: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         holder.kill()
         holder.wait()
-
-
-# ---- inside: the holder and the entry
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-def _hold(mounts: _Mounts) -> None:
-    """Be process 1: mount, say so, reap, and end with standard input."""
-    # The old /proc is still mounted, so this is our number as the caller sees it.
-    outer_pid = Path("/proc/self").readlink().name
-    libc = _libc()
-    flags = _MS_NOSUID | _MS_NODEV
-    _check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "cannot mount /proc")
-    for path, size_bytes in mounts.tmpfs.items():
-        options = f"size={size_bytes},mode=1777".encode()
-        _check(
-            libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options), f"cannot mount {path}"
-        )
-
-    waker, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.signal(signal.SIGCHLD, _nothing)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    os.write(sys.stdout.fileno(), f"{outer_pid}\n".encode())
-    while True:
-        ready, _, _ = select.select([sys.stdin.fileno(), waker], [], [])
-        if waker in ready:
-            os.read(waker, 4096)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
-            break
-    # The maker may have been killed, so the folder is ours to remove.
-    _check(libc.umount2(mounts.scratch.encode(), _MNT_DETACH), f"cannot unmount {mounts.scratch}")
-    Path(mounts.scratch).rmdir()
-
-
-def _enter(first: ProcessId, environment: int, command: Sequence[str]) -> NoReturn:
-    """Join the namespaces of process 1, start the command and stand for it."""
-    with open(environment, encoding="utf-8") as file:
-        variables = {str(name): str(value) for name, value in json.load(file).items()}
-    folder = Path.cwd()
-    kinds = _CLONE_NEWNS | _CLONE_NEWPID
-    holder = os.pidfd_open(first.pid)
-    if not processes.is_alive(first):
-        raise ProcessLookupError(f"the sandbox of process {first.pid} is closed")
-    if _user_namespace("self") != _user_namespace(str(first.pid)):
-        kinds |= _CLONE_NEWUSER
-    libc = _libc()
-    _check(libc.setns(holder, kinds), "cannot join the sandbox")
-    os.close(holder)
-    with contextlib.suppress(OSError):
-        os.chdir(folder)
-    child = os.fork()
-    if child == 0:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        try:
-            os.execvpe(command[0], list(command), variables)  # noqa: S606  no shell is meant
-        except OSError as error:
-            sys.stderr.write(f"cannot start {command[0]}: {error}\n")
-            os._exit(127)
-    _stand_for(child)
-
-
-def _stand_for(child: int) -> NoReturn:
-    """Pass signals on to the child, and end as it ends."""
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in _PASSED_ON:
-        signal.signal(number, pass_on)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        ending = os.WTERMSIG(status)
-        if ending != signal.SIGKILL:
-            signal.signal(ending, signal.SIG_DFL)
-        os.kill(os.getpid(), ending)
-    os._exit(os.WEXITSTATUS(status))
-
-
-def _user_namespace(pid: str) -> int:
-    return Path(f"/proc/{pid}/ns/user").stat().st_ino
-
-
-def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """A handler, so that SIGCHLD is delivered and wakes the holder up."""
-
-
-def _main(arguments: Sequence[str]) -> int:
-    try:
-        match arguments:
-            case ["hold", mounts]:
-                _hold(_Mounts.decode(mounts))
-            case ["enter", pid, started_ticks, environment, *command] if command:
-                _enter(ProcessId(int(pid), int(started_ticks)), int(environment), command)
-            case _:
-                sys.stderr.write("this program is started by kvcellar.demo.sandbox itself\n")
-                return 2
-    except OSError as error:
-        sys.stderr.write(f"sandbox: {error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from kvcellar.demo.sandbox import SHM, Sandbox
@@ -23,7 +24,10 @@ class SidecarFailed(KVCellarError):
 
 
 class Sidecar:
-    """A sidecar that owns the region of one engine in the sandbox's `/dev/shm`."""
+    """A sidecar that owns the region of one engine in the sandbox's `/dev/shm`.
+
+    Make it by `start`; as a context manager it is killed at the end.
+    """
 
     def __init__(self, entry: subprocess.Popen[bytes], port: int, log: Path) -> None:
         """Keep what `start` has started."""
@@ -39,6 +43,7 @@ class Sidecar:
         engine_id: str,
         capacity: str,
         python: Path = Path(sys.executable),
+        **variables: str,
     ) -> Self:
         """Start it and return at once.
 
@@ -48,14 +53,16 @@ class Sidecar:
             engine_id: whose region it owns.
             capacity: of the region, such as `80Mi`.
             python: interpreter of an environment with the sidecar's packages.
+            variables: more settings, such as `KVCELLAR_ENGINES`; they win over those set here.
         """
-        port = _free_port()
+        port = free_port()
         env = {
             "PATH": os.environ.get("PATH", os.defpath),
             "KVCELLAR_ROOT": str(SHM),
             "KVCELLAR_ENGINE_ID": engine_id,
             "KVCELLAR_CAPACITY": capacity,
             "KVCELLAR_HTTP_PORT": str(port),
+            **variables,
         }
         with log.open("ab") as output:
             entry = sandbox.popen(
@@ -65,6 +72,19 @@ class Sidecar:
                 stderr=subprocess.STDOUT,
             )
         return cls(entry, port, log)
+
+    def __enter__(self) -> Self:
+        """Nothing happens: it is started already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """`kill`."""
+        self.kill()
 
     def region(self) -> dict[str, Any] | None:
         """The first region of `/v1/regions`, or None while nobody answers."""
@@ -108,7 +128,7 @@ class Sidecar:
         return time.monotonic() - began
 
     def kill(self) -> None:
-        """Send SIGKILL and wait."""
+        """Send SIGKILL and wait; one that has ended is fine."""
         self._entry.kill()
         self._entry.wait()
 
@@ -128,8 +148,8 @@ class Sidecar:
         return SidecarFailed(f"{what}; end of {self._log}:\n{tail}")
 
 
-def _free_port() -> int:
-    """A port that is free now. The sidecar says so by name if somebody else was quicker."""
+def free_port() -> int:
+    """A TCP port on loopback that is free now. Who binds it says so if somebody was quicker."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
