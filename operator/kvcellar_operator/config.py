@@ -87,7 +87,7 @@ class ControllerSettings:
         poll_body_bytes: of a sidecar's answer.
         poll_at_once: sidecars that are asked at the same time.
         poll_backoff_s: the longest pause after failures.
-        small_change_s: how often mere numbers are written that moved by less than 1% of the capacity.
+        small_change_s: how often mere numbers are written that moved by less than 10% of the capacity.
         stale_s: age of the newest list or watch answer after which the probe fails.
     """
 

@@ -85,8 +85,8 @@ def spec_schema() -> Schema:
             "podName": _fixed("Name of the engine's pod. Cannot be changed.", 253, "podName"),
             "podUID": _fixed("UID of the engine's pod. Cannot be changed.", 128, "podUID"),
             "capacity": schema.quantity(
-                "Size of the region, as its pod was injected with. Another size needs another pod: the "
-                "kubelet sizes the volume once.",
+                "Size of the region, as its pod was injected with; left out if the pod was not injected. "
+                "Another size needs another pod: the kubelet sizes the volume once.",
                 [
                     schema.rule(
                         schema.REGION_SIZE_RULE, "capacity is whole bytes above 0, such as 200Gi"
@@ -113,7 +113,17 @@ def spec_schema() -> Schema:
                 },
             ),
         },
-        required=["engineID", "podName", "podUID", "capacity"],
+        # A pod that has no sidecar has no capacity, and its object says why.
+        required=["engineID", "podName", "podUID"],
+        **{
+            "x-kubernetes-validations": [
+                # The rule of the field itself is silent where one of the two is not there.
+                schema.rule(
+                    "has(self.capacity) == has(oldSelf.capacity)",
+                    "capacity cannot be added or removed: it is what the pod was injected with",
+                )
+            ]
+        },
     )
 
 

@@ -11,6 +11,8 @@ from kvcellar_operator.words import Why
 
 QUIET = (Why.POD_PENDING, Why.POD_ENDED, Why.POD_GONE)
 """Reasons for silence that are no trouble."""
+UNINJECTED = (Why.NOT_INJECTED, Why.CAPACITY_UNKNOWN)
+"""Reasons why there is no sidecar that could ever answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from kvcellar.contract import RegionBody, RegionState, Role
 from kvcellar_operator import status as body_of
 from kvcellar_operator.crd_region import Condition
-from kvcellar_operator.heard import QUIET, Heard, Silence, condition, failure
+from kvcellar_operator.heard import QUIET, UNINJECTED, Heard, Silence, condition, failure
 from kvcellar_operator.objects import JsonObject
 from kvcellar_operator.podview import PodView
 from kvcellar_operator.transitions import Transition, transitions
@@ -104,7 +104,7 @@ def _of_silence(
         holds[Condition.DEGRADED] = _Holds("False", Why.AS_EXPECTED)
     else:
         holds[Condition.DEGRADED] = _Holds("True", silence.why, silence.message)
-    if is_over or silence.why is Why.NOT_INJECTED:
+    if is_over or silence.why in UNINJECTED:
         gone = _Holds("False", silence.why, silence.message)
         holds |= dict.fromkeys((Condition.RESERVED, Condition.SETTLED, Condition.ATTACHED), gone)
         phase = RegionState.RELEASED if is_over else RegionState.FAILED
@@ -132,7 +132,7 @@ def _reserved(heard: Heard) -> _Holds:
         case RegionState.RESERVED | RegionState.READY:
             return _Holds("True", Why.RESERVED)
         case RegionState.FAILED:
-            return _Holds("False", failure(heard), heard.region.reason[:_MAX_MESSAGE])
+            return _Holds("False", failure(heard), heard.region.reason)
         case RegionState.RELEASED:
             return _Holds("False", Why.RELEASED)
         case _:
@@ -159,7 +159,7 @@ def _attached(region: RegionBody) -> _Holds:
 
 def _degraded(heard: Heard) -> _Holds:
     if heard.region.state == RegionState.FAILED:
-        return _Holds("True", failure(heard), heard.region.reason[:_MAX_MESSAGE])
+        return _Holds("True", failure(heard), heard.region.reason)
     return _Holds("False", Why.AS_EXPECTED)
 
 
@@ -174,5 +174,6 @@ def _condition(
         "observedGeneration": generation,
         "lastTransitionTime": before["lastTransitionTime"] if is_same else now,
         "reason": holds.why.value,
-        "message": holds.message,
+        # A kubelet's or an annotation's, and the API server takes no more than 32 KiB.
+        "message": holds.message[:_MAX_MESSAGE],
     }

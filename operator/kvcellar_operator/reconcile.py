@@ -16,7 +16,7 @@ from kvcellar.contract import ANNOTATION_DESIRED
 from kvcellar_operator import regions
 from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound, Unreachable
 from kvcellar_operator.config import ControllerSettings
-from kvcellar_operator.crd_region import Condition, spec_schema
+from kvcellar_operator.crd_region import Condition
 from kvcellar_operator.events import EventType, Occurrence, Subject
 from kvcellar_operator.heard import Heard, Silence, condition
 from kvcellar_operator.listening import Listener
@@ -26,6 +26,7 @@ from kvcellar_operator.observe import observe
 from kvcellar_operator.podview import PodView
 from kvcellar_operator.posting import EventPoster
 from kvcellar_operator.status import is_due, merge_patch
+from kvcellar_operator.uninjected import silence_of
 from kvcellar_operator.words import Told, Why
 from kvcellar_operator.world import World
 
@@ -39,11 +40,6 @@ _REFUSED_S = 10.0
 """An API server that starts refuses everything until it has read its rules."""
 _GONE_S = 15.0
 """A pod that is gone takes its regions with it; what is left of them after this is told so."""
-
-_NOT_INJECTED = (
-    "the pod has opted in to kvcellar and came up without its sidecar: the webhook was not asked, or could "
-    "not mark the pod"
-)
 
 
 class Reconciler:
@@ -116,17 +112,24 @@ class Reconciler:
     # --- pods without a sidecar ---------------------------------------------------------------------
 
     async def _uninjected(self, pod: PodView) -> float | None:
-        """A pod that the webhook skipped says why itself; one that it never saw does not."""
-        if pod.skipped or pod.is_mirror or pod.is_ending:
+        """Say of a pod without a sidecar why it has none, where an object is to say so."""
+        silence = silence_of(pod)
+        if silence is None:
             return None
-        subject = Subject("v1", "Pod", pod.namespace, pod.name, pod.uid)
-        await self._poster.post(
-            Occurrence(subject, EventType.WARNING, Told.NOT_INJECTED, _NOT_INJECTED, "created")
-        )
-        if "capacity" not in spec_schema()["required"]:
-            # Without a sidecar nobody knows a capacity, so the object can be made only if it needs none.
-            body = await self._region(pod, pod.uid)
-            await self._keep(pod, body, Silence(Why.NOT_INJECTED, _NOT_INJECTED))
+        if silence.why is Why.NOT_INJECTED and not pod.is_ending:
+            # The webhook warned whoever created a pod that it skipped; here nobody was told.
+            subject = Subject("v1", "Pod", pod.namespace, pod.name, pod.uid)
+            await self._poster.post(
+                Occurrence(
+                    subject, EventType.WARNING, Told.NOT_INJECTED, silence.message, "created"
+                )
+            )
+        key = Key(pod.namespace, pod.name)
+        bodies = self._world.regions_of(key, pod.uid)
+        if not bodies and not pod.is_ending:
+            bodies = [await self._region(pod, pod.uid)]
+        for body in bodies:
+            await self._keep(pod, body, silence)
         return None
 
     async def _without_pod(self, key: Key) -> float | None:

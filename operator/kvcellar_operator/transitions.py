@@ -11,7 +11,7 @@ from typing import Any
 from kvcellar.contract import RegionState
 from kvcellar_operator.crd_region import Condition
 from kvcellar_operator.events import EventType
-from kvcellar_operator.heard import QUIET, Heard, Silence, condition, failure
+from kvcellar_operator.heard import QUIET, UNINJECTED, Heard, Silence, condition, failure
 from kvcellar_operator.objects import JsonObject
 from kvcellar_operator.podview import PodView
 from kvcellar_operator.quantities import format_bytes, shown_bytes
@@ -62,7 +62,7 @@ def _of_reachability(
         if before.get("status") != "False":
             return []
         return [_normal(Told.SIDECAR_REACHABLE, "the sidecar answers again", mark)]
-    if silence.why in QUIET or silence.why is Why.NOT_INJECTED:
+    if silence.why in (*QUIET, *UNINJECTED):
         return []
     return [_warning(Told.SIDECAR_UNREACHABLE, f"{silence.why}: {silence.message}", mark)]
 

@@ -18,10 +18,14 @@ def engine_env(parts: Parts, engine_id: str) -> list[dict[str, Any]]:
     named = [_uid_entry(contract.ENV_POD_UID), _engine_id_entry(engine_id)]
     if not parts.has_library:
         return named  # an unmodified vLLM reads none, but its arguments refer to the id
+    # A data-parallel engine names its region `<id>_dp<rank>`, as a sidecar with several engines does, unless
+    # it is told that it is the pod's only one. Whether it is data-parallel may stand where no webhook looks
+    # (a script, a --config file), and to another engine the variable says nothing.
+    alone = {contract.ENV_ENGINES: 1} if profile.engines == 1 else {}
     values = {
         contract.ENV_ROOT: contract.DEFAULT_ROOT,
         contract.ENV_OWNER: contract.Owner.SIDECAR,
-        contract.ENV_ENGINES: profile.engines,
+        **alone,
         contract.ENV_ON_FAILURE: profile.on_failure,
         contract.ENV_ATTACH_TIMEOUT: profile.attach_timeout,
         contract.ENV_PIN: profile.pin,

@@ -27,6 +27,7 @@ class Why(StrEnum):
     POD_ENDED = "PodEnded"
     POD_GONE = "PodGone"
     NOT_INJECTED = "NotInjected"
+    CAPACITY_UNKNOWN = "CapacityUnknown"
     SIDECAR_NOT_RUNNING = "SidecarNotRunning"
     CONNECTION_FAILED = "ConnectionFailed"
     TIMEOUT = "Timeout"
@@ -71,6 +72,10 @@ WHYS: dict[Why, Explanation] = {
     Why.NOT_INJECTED: Explanation(
         "The pod was created while the webhook did not answer, or did not apply to it: it has no sidecar.",
         "Look at the webhook's Deployment and its namespace selector; create the pod anew.",
+    ),
+    Why.CAPACITY_UNKNOWN: Explanation(
+        "The webhook found no capacity for the region, so the pod has no sidecar; the message says why.",
+        "Do what the message asks (kvcellar.dev/skipped of the pod has it as well); create the pod anew.",
     ),
     Why.SIDECAR_NOT_RUNNING: Explanation(
         "The kubelet says that the sidecar's container does not run.",

@@ -18,10 +18,11 @@ from kvcellar.contract import (
 )
 from kvcellar_operator.crd_region import Condition, status_schema
 from kvcellar_operator.engines import region_object_name
-from kvcellar_operator.heard import Heard, Silence, condition
+from kvcellar_operator.heard import UNINJECTED, Heard, Silence, condition
 from kvcellar_operator.observe import observe
 from kvcellar_operator.podview import PodView, view_pod
 from kvcellar_operator.status import is_due, merge_patch
+from kvcellar_operator.uninjected import silence_of
 from kvcellar_operator.words import Told, Why
 from tests.support.fake_sidecars import GIB, attached, orphan, region
 
@@ -184,12 +185,47 @@ def test_what_ends_leaves_nothing() -> None:
     assert told[2:] == [Told.REGION_RELEASED, Told.ENGINE_DETACHED]
 
 
-def test_a_pod_without_its_sidecar_is_degraded() -> None:
-    status, told = follow(Silence(Why.NOT_INJECTED, "the webhook was not asked"))
-    assert holds(status, Condition.DEGRADED) == ("True", "NotInjected")
-    assert holds(status, Condition.RESERVED) == ("False", "NotInjected")
+@pytest.mark.parametrize("why", UNINJECTED)
+def test_a_pod_without_its_sidecar_is_degraded(why: Why) -> None:
+    status, told = follow(Silence(why, "the webhook was not asked"))
+    assert status["phase"] == "Failed"
+    assert status["reason"] == "the webhook was not asked"
+    assert holds(status, Condition.DEGRADED) == ("True", why.value)
+    assert holds(status, Condition.RESERVED) == ("False", why.value)
     # The Event is about the pod, and posted by whoever saw it.
     assert told == []
+
+
+def bare(skipped: str = "", **more: Any) -> PodView:  # noqa: ANN401 - parts of a pod
+    """A pod that has opted in and has no sidecar."""
+    marks = {"kvcellar.dev/skipped": skipped} if skipped else {}
+    marks |= more.pop("annotations", {})
+    metadata = {
+        "namespace": "ns",
+        "name": "engine-0",
+        "uid": ENGINE,
+        "resourceVersion": "6",
+        "annotations": marks,
+    }
+    return view_pod({"metadata": metadata, "status": more})
+
+
+@pytest.mark.parametrize(
+    ("view", "why"),
+    [
+        (bare(), Why.NOT_INJECTED),
+        (bare("NoMemoryLimit: there is none"), Why.CAPACITY_UNKNOWN),
+        (bare("CapacityTooSmall: 1%"), Why.CAPACITY_UNKNOWN),
+        (bare("CapacityTooLarge: 7E"), Why.CAPACITY_UNKNOWN),
+        (bare("ProfileDisabled: it is off"), None),
+        (bare("anything"), None),
+        (bare(annotations={"kubernetes.io/config.mirror": "x"}), None),
+        (bare(phase="Succeeded"), Why.POD_ENDED),
+    ],
+)
+def test_what_is_said_of_a_pod_without_a_sidecar(view: PodView, why: Why | None) -> None:
+    silence = silence_of(view)
+    assert (silence.why if silence else None) is why
 
 
 def test_reclaimed_orphans_are_told_once() -> None:
@@ -274,7 +310,7 @@ bodies = st.builds(
 plans = st.one_of(st.none(), st.builds(PlanBody, st.booleans(), counts, counts, words, st.just([])))
 looks = st.one_of(
     st.builds(Heard, bodies, plans),
-    st.builds(Silence, st.sampled_from(Why), words),
+    st.builds(Silence, st.sampled_from(Why), st.one_of(words, st.just("m" * 40_000))),
 )
 
 
