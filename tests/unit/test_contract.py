@@ -11,6 +11,7 @@ from kvcellar.contract import (
     expand_engine_ids,
     parse_capacity,
     parse_engine_id,
+    printable,
     to_json,
     unknown_variables,
 )
@@ -83,11 +84,11 @@ def test_whatever_passes_is_one_plain_file_name(text: str) -> None:
 
 
 def test_data_parallel_engines_get_an_id_each() -> None:
-    assert expand_engine_ids("a, b", 1) == ["a", "b"]
+    assert expand_engine_ids("a,b", 1) == ["a", "b"]
     assert expand_engine_ids("a,b", 2) == ["a_dp0", "a_dp1", "b_dp0", "b_dp1"]
 
 
-@pytest.mark.parametrize("text", ["", ",", "a,", "a,,b", "a,.b"])
+@pytest.mark.parametrize("text", ["", ",", "a,", "a,,b", "a,.b", "a, b", " a", "a ", "a\n,b"])
 def test_an_empty_or_bad_part_of_the_list_of_ids_is_refused(text: str) -> None:
     with pytest.raises(InvalidEngineId):
         expand_engine_ids(text, 1)
@@ -114,7 +115,7 @@ def test_an_id_that_grows_too_long_by_its_suffix_is_refused() -> None:
     [
         ("1", 1),
         ("83886080", 80 * 2**20),
-        (" 200Gi\n", 200 * GIB),
+        ("200Gi", 200 * GIB),
         ("1.5Gi", 3 * GIB // 2),
         ("1500M", 1_500_000_000),
         ("1k", 1000),
@@ -141,6 +142,8 @@ def test_a_capacity_in_bytes_or_as_a_quantity_is_read(text: str, expected: int) 
         ("0.1Ki", "fraction of a byte"),
         ("200GB", "not a quantity"),
         ("200 Gi", "not a quantity"),
+        (" 200Gi", "not a quantity"),
+        ("200Gi\n", "not a quantity"),
         ("200gi", "not a quantity"),
         ("1K", "not a quantity"),
         ("1e3Gi", "not a quantity"),
@@ -186,6 +189,7 @@ def test_a_capacity_is_whole_and_positive_or_refused(text: str) -> None:
         return
     assert isinstance(value, int)
     assert 0 < value < 2**63
+    assert " " not in text
 
 
 # --- variables
@@ -252,3 +256,28 @@ def test_a_body_is_plain_json() -> None:
         "bindingLimit": "tmpfs",
         "limits": [{"name": "tmpfs", "limitBytes": 2, "usageBytes": 1, "binding": True}],
     }
+
+
+# --- text from elsewhere
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é 字", "plain é 字"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("two\nlines\r\t", "two\\nlines\\r\\t"),
+        ("\x9b2J", "\\x9b2J"),
+        ("turned \u202e about", "turned \\u202e about"),
+        ("half \udc80", "half \\udc80"),
+    ],
+)
+def test_what_would_move_a_terminal_is_shown_as_its_escape(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@given(st.text())
+def test_shown_text_is_printed_and_stays_as_it_is_when_shown_again(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert printable(shown) == shown

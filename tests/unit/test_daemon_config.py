@@ -58,7 +58,7 @@ GOOD = [
     ("KVCELLAR_ROOT", "/mnt", "region_directory", Path("/mnt/kvcellar")),
     ("KVCELLAR_OWNER", "engine", "owner", Owner.ENGINE),
     ("KVCELLAR_ENGINE_ID", "a", "engine_ids", ["a"]),
-    ("KVCELLAR_ENGINE_ID", "a, b", "engine_ids", ["a", "b"]),
+    ("KVCELLAR_ENGINE_ID", "a,b", "engine_ids", ["a", "b"]),
     ("KVCELLAR_ENGINE_ID", "x" * 128, "engine_ids", ["x" * 128]),
     ("KVCELLAR_ENGINES", "64", "engines", 64),
     ("KVCELLAR_CAPACITY", "2097152", "capacity_bytes", 2097152),
