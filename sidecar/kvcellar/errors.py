@@ -17,8 +17,12 @@ The tree (exit status of the command line in brackets)::
     +-- Unsupported                   [2]  a configuration or version that kvcellar refuses by name
     +-- TransferFailed                [1]  a copy between device and host
     +-- IndexMisuse                   [1]  a call that breaks the contract of the chunk index
+    +-- EngineFailed                  [1]  demo.client: the demo's engine did not do what was asked
+    +-- SidecarFailed                 [1]  demo.sidecar: the demo's sidecar did not do what was asked
+    +-- ProcessesLeft                 [1]  demo.sandbox: processes that should have gone are still there
 
-Standard library only: every process of kvcellar imports this module.
+The last ones stand where their module says, since only the demo knows them; the operator keeps its own in
+`kvcellar_operator`. Standard library only: every process of kvcellar imports this module.
 """
 
 from typing import ClassVar
