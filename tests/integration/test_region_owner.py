@@ -18,7 +18,7 @@ from kvcellar.errors import (
     RegionHeld,
     RegionMismatch,
 )
-from kvcellar.region import file, locks, metadata
+from kvcellar.region import file, frame, locks
 from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
 from kvcellar.region.geometry import HUGE_PAGE_BYTES
 from kvcellar.region.index_file import index_bound_bytes
@@ -116,7 +116,7 @@ def test_a_made_region_has_every_page_and_not_one_more(
     assert status.st_size == status.st_blocks * 512 == 70 * MIB == region.reserved_bytes()
     assert region.owner.settled_bytes == file.settled_bytes(fd) == 70 * MIB
     assert os.pread(fd, 70 * MIB, 0) == bytes(70 * MIB)
-    assert used_bytes(volume) - before == 70 * MIB + metadata.META_BYTES
+    assert used_bytes(volume) - before == 70 * MIB + frame.META_BYTES
     os.close(fd)
 
 
@@ -270,7 +270,7 @@ def test_more_than_the_tmpfs_is_refused_before_a_page_is_touched(
 def test_what_fits_to_the_page_is_made_and_one_page_more_is_not(
     make_volume: MakeVolume,
 ) -> None:
-    need = 32 * MIB + metadata.META_BYTES + index_bound_bytes(32 * MIB)
+    need = 32 * MIB + frame.META_BYTES + index_bound_bytes(32 * MIB)
     for missing in (4096, 0):
         volume = make_volume(need - missing)
         directory = RegionDirectory.create(volume / "kvcellar")
@@ -309,7 +309,7 @@ def test_memory_that_vanishes_while_reserving_is_given_back(
     assert refusal.value.binding_limit == "tmpfs"
     assert 16 * MIB <= refusal.value.free_bytes < 64 * MIB
     assert region.reserved_bytes() == 0
-    assert used_bytes(volume) == 230 * MIB + metadata.META_BYTES
+    assert used_bytes(volume) == 230 * MIB + frame.META_BYTES
     assert state_of(region) == "Reserving"
     region.fail(str(refusal.value))
     (volume / "neighbour").unlink()
@@ -425,7 +425,7 @@ def test_of_regions_whose_sum_does_not_fit_exactly_one_is_made(
 
 def test_the_index_of_a_reserved_region_is_promised_too(make_volume: MakeVolume) -> None:
     """The engine makes it after the plan of the next region, and must not find it taken."""
-    one = 32 * MIB + metadata.META_BYTES + index_bound_bytes(32 * MIB)
+    one = 32 * MIB + frame.META_BYTES + index_bound_bytes(32 * MIB)
     volume = make_volume(2 * one - 4096)
     directory = RegionDirectory.create(volume / "kvcellar")
     make(directory, replace(SMALL, capacity_bytes=32 * MIB))
@@ -451,7 +451,7 @@ def test_an_unheld_region_of_another_capacity_is_made_anew(
     assert not region.is_adopted
     assert region.capacity_bytes == 12 * MIB
     assert len(directory.names()) == 3
-    assert used_bytes(volume) == 12 * MIB + metadata.META_BYTES
+    assert used_bytes(volume) == 12 * MIB + frame.META_BYTES
 
 
 def test_a_held_region_of_another_capacity_is_adopted_as_it_is(directory: RegionDirectory) -> None:
@@ -517,7 +517,7 @@ def test_a_damaged_owner_section_is_never_touched(directory: RegionDirectory) ->
     region.close()
     fd = directory.open_file(meta_name(ID))
     for which in (0, 1):
-        os.pwrite(fd, b"\xff" * 64, metadata.OWNER_AT.copy_offset(which))
+        os.pwrite(fd, b"\xff" * 64, frame.OWNER_AT.copy_offset(which))
     os.close(fd)
     names = directory.names()
     with pytest.raises(MetadataDamaged):
@@ -532,7 +532,7 @@ def test_an_unheld_region_with_a_damaged_session_is_made_anew(directory: RegionD
     region = make(directory)
     region.close()
     fd = directory.open_file(meta_name(ID))
-    os.pwrite(fd, b"\xff" * 64, metadata.SESSION_AT.offset)
+    os.pwrite(fd, b"\xff" * 64, frame.SESSION_AT.offset)
     os.close(fd)
     assert not make(directory).is_adopted
 
@@ -551,7 +551,7 @@ def test_damage_to_one_copy_is_seen_and_repaired(directory: RegionDirectory) -> 
     region = make(directory)
     assert region.snapshot().damage == ""
     fd = directory.open_file(meta_name(ID))
-    for at in (0, metadata.OWNER_AT.offset, *map(metadata.OWNER_AT.copy_offset, (0, 1))):
+    for at in (0, frame.OWNER_AT.offset, *map(frame.OWNER_AT.copy_offset, (0, 1))):
         os.pwrite(fd, b"\xee", at)
         assert region.snapshot().damage != ""
         region.repair()

@@ -19,9 +19,10 @@ from kvcellar import cli
 from kvcellar.contract import EngineId, Role
 from kvcellar.region import locks, participants
 from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.frame import META_BYTES
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
-from kvcellar.region.metadata import META_BYTES, Counters
+from kvcellar.region.metadata import Counters
 from tests.integration.conftest import MakeVolume
 from tests.support.sidecars import KVCELLAR, Sidecar, end_all, until, used_bytes
 

@@ -18,9 +18,9 @@ from kvcellar.daemon.status import RegionView
 from kvcellar.errors import ConfigurationError, DoesNotFit, NotReady, RegionHeld, RegionMismatch
 from kvcellar.region import file, locks, participants
 from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.frame import META_BYTES, OWNER_AT, SESSION_AT, Section
 from kvcellar.region.geometry import Geometry, Layout
 from kvcellar.region.joining import JoinRequest
-from kvcellar.region.metadata import META_BYTES, OWNER_AT, SESSION_AT, Section
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.promises import LimitReader
 from tests.integration.conftest import MakeVolume

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvcellar.contract import EngineId, HugePages, Owner
 from kvcellar.errors import KVCellarError, NotReady
-from kvcellar.region import metadata
+from kvcellar.region import frame, metadata
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
@@ -258,7 +258,7 @@ class Scene:
             return None
         fd = os.open(name, os.O_RDONLY, dir_fd=dir_fd)
         try:
-            section = metadata.read_section(os.read(fd, metadata.META_BYTES), metadata.OWNER_AT)
+            section = frame.read_section(os.read(fd, frame.META_BYTES), frame.OWNER_AT)
         finally:
             os.close(fd)
         if section is None:

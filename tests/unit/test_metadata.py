@@ -13,16 +13,10 @@ from hypothesis import strategies as st
 
 from kvcellar.contract import Mode, Owner, RegionState, Role
 from kvcellar.errors import MetadataDamaged
-from kvcellar.region import metadata, metafile
+from kvcellar.region import frame, metadata, metafile
+from kvcellar.region.frame import META_BYTES, Section
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, Geometry, Layout
-from kvcellar.region.metadata import (
-    META_BYTES,
-    Counters,
-    OwnerSection,
-    Section,
-    SessionSection,
-    SlotRow,
-)
+from kvcellar.region.metadata import Counters, OwnerSection, SessionSection, SlotRow
 
 MIB = 2**20
 u64 = st.integers(0, 2**64 - 1)
@@ -142,9 +136,9 @@ def test_a_reason_with_bytes_that_are_no_text_is_written_readably() -> None:
 
 
 def test_sections_neither_overlap_nor_leave_the_page() -> None:
-    sections = [metadata.OWNER_AT, metadata.SESSION_AT]
-    sections += [metadata.slot_at(slot) for slot in range(metadata.MAX_SLOTS)]
-    ends = [len(metadata.pack_header()), *(section.end for section in sections)]
+    sections = [frame.OWNER_AT, frame.SESSION_AT]
+    sections += [frame.slot_at(slot) for slot in range(frame.MAX_SLOTS)]
+    ends = [len(frame.pack_header()), *(section.end for section in sections)]
     for end, section in zip(ends, sections, strict=False):
         assert end <= section.offset
         assert section.offset % 8 == 0
@@ -153,11 +147,11 @@ def test_sections_neither_overlap_nor_leave_the_page() -> None:
 
 def test_the_payload_of_each_section_fits_its_copy() -> None:
     for section, payload in (
-        (metadata.OWNER_AT, metadata.pack_owner(OWNER)),
-        (metadata.SESSION_AT, metadata.pack_session(SESSION)),
-        (metadata.slot_at(0), metadata.pack_slot(ROW)),
+        (frame.OWNER_AT, metadata.pack_owner(OWNER)),
+        (frame.SESSION_AT, metadata.pack_session(SESSION)),
+        (frame.slot_at(0), metadata.pack_slot(ROW)),
     ):
-        assert len(metadata.pack_copy(section, 1, payload)) == section.copy_bytes
+        assert len(frame.pack_copy(section, 1, payload)) == section.copy_bytes
 
 
 def test_a_whole_page_is_read_as_its_sections_were_written(fd: int) -> None:
@@ -236,17 +230,17 @@ def test_a_session_whose_numbers_contradict_each_other_is_damage() -> None:
 
 SECTIONS: list[tuple[Section, Callable[[bytes], object], list[bytes]]] = [
     (
-        metadata.OWNER_AT,
+        frame.OWNER_AT,
         metadata.unpack_owner,
         [metadata.pack_owner(OWNER), metadata.pack_owner(replace(OWNER, settled_bytes=1))],
     ),
     (
-        metadata.SESSION_AT,
+        frame.SESSION_AT,
         metadata.unpack_session,
         [metadata.pack_session(SESSION), metadata.pack_session(replace(SESSION, generation=9))],
     ),
     (
-        metadata.slot_at(5),
+        frame.slot_at(5),
         metadata.unpack_slot,
         [metadata.pack_slot(ROW), metadata.pack_slot(replace(ROW, pinned=False))],
     ),
@@ -267,7 +261,7 @@ def test_a_flipped_byte_costs_at_most_the_last_update(
     page = _page(fd)
     os.close(fd)
     legal = [unpack(payloads[number % 2]) for number in range(max(writes - 2, 0), writes)]
-    clean = metadata.read_section(page, section)
+    clean = frame.read_section(page, section)
     assert clean is not None
     assert unpack(clean.payload) == legal[-1]
     assert not clean.needs_repair
@@ -275,7 +269,7 @@ def test_a_flipped_byte_costs_at_most_the_last_update(
         for flip in (0x01, 0x80, 0xFF):
             damaged = bytearray(page)
             damaged[at] ^= flip
-            found = metadata.read_section(bytes(damaged), section)
+            found = frame.read_section(bytes(damaged), section)
             assert found is not None
             assert unpack(found.payload) in legal
             in_gap = section.offset + 8 <= at < section.copy_offset(0)
@@ -296,29 +290,29 @@ def test_two_bad_copies_are_damage(
     for which in (0, 1):
         page[section.copy_offset(which) + 20] ^= 0xFF
     with pytest.raises(MetadataDamaged, match=section.name):
-        metadata.read_section(bytes(page), section)
+        frame.read_section(bytes(page), section)
 
 
 def test_a_flipped_byte_of_the_header_is_damage(fd: int) -> None:
     page = _page(fd)
-    for at in range(len(metadata.pack_header())):
+    for at in range(len(frame.pack_header())):
         damaged = bytearray(page)
         damaged[at] ^= 0x40
         with pytest.raises(MetadataDamaged):
-            metadata.check_header(bytes(damaged))
+            frame.check_header(bytes(damaged))
 
 
 def test_a_flipped_byte_where_nothing_was_written_yet_never_becomes_a_value(fd: int) -> None:
     page = _page(fd)
-    for section in (metadata.SESSION_AT, metadata.slot_at(63)):
+    for section in (frame.SESSION_AT, frame.slot_at(63)):
         for at in range(section.offset, section.end, 7):
             damaged = bytearray(page)
             damaged[at] ^= 0xFF
             if at < section.offset + 8:  # the selector
                 with pytest.raises(MetadataDamaged):
-                    metadata.read_section(bytes(damaged), section)
+                    frame.read_section(bytes(damaged), section)
             else:
-                assert metadata.read_section(bytes(damaged), section) is None
+                assert frame.read_section(bytes(damaged), section) is None
 
 
 @pytest.mark.parametrize("kept", [0, 1, 8, 4095, 4096, 8192, META_BYTES - 1])
@@ -330,7 +324,7 @@ def test_a_cut_page_is_refused_with_its_length(fd: int, kept: int) -> None:
 
 def test_a_page_of_zeros_is_refused() -> None:
     with pytest.raises(MetadataDamaged, match="header"):
-        metadata.check_header(bytes(META_BYTES))
+        frame.check_header(bytes(META_BYTES))
 
 
 def test_a_future_version_is_refused_by_its_number(fd: int) -> None:
@@ -341,7 +335,7 @@ def test_a_future_version_is_refused_by_its_number(fd: int) -> None:
 
 
 def test_a_page_whose_owner_section_was_emptied_is_refused(fd: int) -> None:
-    os.pwrite(fd, bytes(metadata.OWNER_AT.end - 1024), 1024)
+    os.pwrite(fd, bytes(frame.OWNER_AT.end - 1024), 1024)
     with pytest.raises(MetadataDamaged, match="owner section"):
         metafile.read_owner(fd)
 
@@ -349,7 +343,7 @@ def test_a_page_whose_owner_section_was_emptied_is_refused(fd: int) -> None:
 def test_a_damaged_row_is_left_out_and_the_rest_is_read(fd: int) -> None:
     metafile.write_slot(fd, 0, ROW)
     metafile.write_slot(fd, 1, ROW)
-    at = metadata.slot_at(0)
+    at = frame.slot_at(0)
     os.pwrite(fd, bytes(2 * at.copy_bytes), at.copy_offset(0))
     assert list(metafile.read_contents(fd).rows) == [1]
 
@@ -381,7 +375,7 @@ def _die_after(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_writer_killed_at_any_byte_leaves_the_old_value_or_the_new_one(
     fd: int, monkeypatch: pytest.MonkeyPatch, writes_before: int
 ) -> None:
-    at = metadata.slot_at(2)
+    at = frame.slot_at(2)
     old = None
     for number in range(writes_before):
         old = replace(ROW, rank=number)
@@ -398,7 +392,7 @@ def test_a_writer_killed_at_any_byte_leaves_the_old_value_or_the_new_one(
                 is_done = True
             except _Killed:
                 is_done = False
-        found = metadata.read_section(_page(fd), at)
+        found = frame.read_section(_page(fd), at)
         read = None if found is None else metadata.unpack_slot(found.payload)
         # With the selector torn, the newer good copy serves: it is whole, and was meant.
         assert read in ((new,) if is_done else (old, new))
@@ -406,17 +400,17 @@ def test_a_writer_killed_at_any_byte_leaves_the_old_value_or_the_new_one(
             assert read == old
         if not is_done:  # the next writer repairs whatever was left
             metafile.write_slot(fd, 2, new)
-            repaired = metadata.read_section(_page(fd), at)
+            repaired = frame.read_section(_page(fd), at)
             assert repaired is not None
             assert metadata.unpack_slot(repaired.payload) == new
     assert is_done
 
 
 def test_writing_over_damage_repairs_both_copies(fd: int) -> None:
-    at = metadata.OWNER_AT
+    at = frame.OWNER_AT
     os.pwrite(fd, b"\xff" * (at.end - at.offset), at.offset)
     metafile.write_owner(fd, OWNER)
-    found = metadata.read_section(_page(fd), at)
+    found = frame.read_section(_page(fd), at)
     assert found is not None
     assert not found.needs_repair
     assert metafile.read_owner(fd) == OWNER

@@ -29,7 +29,8 @@ from kvcellar.errors import (
 from kvcellar.region import file, locks, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
 from kvcellar.region.forks import close_in_children
-from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SlotRow
+from kvcellar.region.frame import MAX_SLOTS
+from kvcellar.region.metadata import OwnerSection, SlotRow
 from kvcellar.region.metafile import MetaContents
 from kvcellar.region.states import ATTACHABLE
 

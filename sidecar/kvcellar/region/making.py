@@ -30,8 +30,9 @@ from kvcellar.region.directory import (
     meta_name,
     temporary_name,
 )
+from kvcellar.region.frame import MAX_SLOTS, META_BYTES
 from kvcellar.region.memory import TMPFS
-from kvcellar.region.metadata import MAX_SLOTS, META_BYTES, OwnerSection
+from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
 from kvcellar.region.states import ATTACHABLE, RegionRequest
 

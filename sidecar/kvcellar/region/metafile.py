@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcellar.errors import MetadataDamaged
-from kvcellar.region import metadata
-from kvcellar.region.metadata import OwnerSection, ReadSection, Section, SessionSection, SlotRow
+from kvcellar.region import frame, metadata
+from kvcellar.region.frame import ReadSection, Section
+from kvcellar.region.metadata import OwnerSection, SessionSection, SlotRow
 
 _READ_TRIES = 5
 _READ_PAUSE_S = 0.002
@@ -54,12 +55,12 @@ def read_owner(fd: int) -> OwnerSection:
 
 def new_page(owner: OwnerSection) -> bytes:
     """A whole page for a region that is being made."""
-    page = bytearray(metadata.META_BYTES)
-    header = metadata.pack_header()
+    page = bytearray(frame.META_BYTES)
+    header = frame.pack_header()
     page[: len(header)] = header
-    section = metadata.OWNER_AT
-    page[section.offset : section.offset + 8] = metadata.SELECTOR.pack(metadata.SELECT_FIRST)
-    copy = metadata.pack_copy(section, 1, metadata.pack_owner(owner))
+    section = frame.OWNER_AT
+    page[section.offset : section.offset + 8] = frame.SELECTOR.pack(frame.SELECT_FIRST)
+    copy = frame.pack_copy(section, 1, metadata.pack_owner(owner))
     page[section.copy_offset(0) : section.end] = copy + copy
     return bytes(page)
 
@@ -73,36 +74,36 @@ def write_section(fd: int, section: Section, payload: bytes) -> None:
     here = Section(section.name, 0, section.copy_bytes)
     raw = os.pread(fd, here.end, section.offset).ljust(here.end, b"\0")
     try:
-        current = metadata.read_section(raw, here)
+        current = frame.read_section(raw, here)
     except MetadataDamaged:
         current = None
     idle, sequence = (0, 1) if current is None else (1 - current.copy, current.sequence + 1)
-    copy = metadata.pack_copy(section, sequence, payload)
+    copy = frame.pack_copy(section, sequence, payload)
     os.pwrite(fd, copy, section.copy_offset(idle))
     if current is None:
         os.pwrite(fd, copy, section.copy_offset(1 - idle))
-    selector = metadata.SELECT_SECOND if idle else metadata.SELECT_FIRST
-    os.pwrite(fd, metadata.SELECTOR.pack(selector), section.offset)
+    selector = frame.SELECT_SECOND if idle else frame.SELECT_FIRST
+    os.pwrite(fd, frame.SELECTOR.pack(selector), section.offset)
 
 
 def write_owner(fd: int, owner: OwnerSection) -> None:
     """Publish the owner section (its writer: the holder of the owner byte)."""
-    write_section(fd, metadata.OWNER_AT, metadata.pack_owner(owner))
+    write_section(fd, frame.OWNER_AT, metadata.pack_owner(owner))
 
 
 def write_session(fd: int, session: SessionSection) -> None:
     """Publish the session section (its writer: rank 0, which holds a slot)."""
-    write_section(fd, metadata.SESSION_AT, metadata.pack_session(session))
+    write_section(fd, frame.SESSION_AT, metadata.pack_session(session))
 
 
 def write_slot(fd: int, slot: int, row: SlotRow) -> None:
     """Publish a participant's row (its writer: the holder of the slot's lock)."""
-    write_section(fd, metadata.slot_at(slot), metadata.pack_slot(row))
+    write_section(fd, frame.slot_at(slot), metadata.pack_slot(row))
 
 
 def _stable(fd: int, parse: Callable[[bytes], _T]) -> _T:
     for attempt in range(_READ_TRIES):
-        page = os.pread(fd, metadata.META_BYTES, 0)
+        page = os.pread(fd, frame.META_BYTES, 0)
         try:
             return parse(page)
         except MetadataDamaged:
@@ -113,8 +114,8 @@ def _stable(fd: int, parse: Callable[[bytes], _T]) -> _T:
 
 
 def _owner_section(page: bytes) -> ReadSection:
-    metadata.check_header(page)
-    found = metadata.read_section(page, metadata.OWNER_AT)
+    frame.check_header(page)
+    found = frame.read_section(page, frame.OWNER_AT)
     if found is None:
         raise MetadataDamaged("the owner section of the metadata page is empty")
     return found
@@ -127,7 +128,7 @@ def _parse_owner(page: bytes) -> OwnerSection:
 def _parse(page: bytes) -> MetaContents:
     own = _owner_section(page)
     owner = metadata.unpack_owner(own.payload)
-    found = metadata.read_section(page, metadata.SESSION_AT)
+    found = frame.read_section(page, frame.SESSION_AT)
     session = None if found is None else metadata.unpack_session(found.payload)
     return MetaContents(owner, session, _parse_rows(page), own.needs_repair)
 
@@ -135,9 +136,9 @@ def _parse(page: bytes) -> MetaContents:
 def _parse_rows(page: bytes) -> dict[int, SlotRow]:
     """Rows by slot. A damaged row must not take the region down: its lock still says that it is held."""
     rows = {}
-    for slot in range(metadata.MAX_SLOTS):
+    for slot in range(frame.MAX_SLOTS):
         try:
-            found = metadata.read_section(page, metadata.slot_at(slot))
+            found = frame.read_section(page, frame.slot_at(slot))
             if found is not None:
                 rows[slot] = metadata.unpack_slot(found.payload)
         except MetadataDamaged:

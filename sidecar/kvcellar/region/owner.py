@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 from kvcellar.contract import EngineId, RegionState
 from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionMismatch
-from kvcellar.region import file, locks, making, metadata, metafile
+from kvcellar.region import file, frame, locks, making, metadata, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, meta_name
 from kvcellar.region.forks import close_in_children
+from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import plan
-from kvcellar.region.metadata import MAX_SLOTS, OwnerSection, SessionSection, SlotRow
+from kvcellar.region.metadata import OwnerSection, SessionSection, SlotRow
 from kvcellar.region.promises import LimitReader
 from kvcellar.region.states import LEGAL_MOVES, RegionRequest
 
@@ -246,9 +247,9 @@ class OwnedRegion:
 
     def repair(self) -> None:
         """Write the owner section again from memory, over whatever damaged it."""
-        header = metadata.pack_header()
+        header = frame.pack_header()
         if os.pread(self._meta_fd, len(header), 0) != header:
-            os.ftruncate(self._meta_fd, metadata.META_BYTES)
+            os.ftruncate(self._meta_fd, frame.META_BYTES)
             os.pwrite(self._meta_fd, header, 0)
         metafile.write_owner(self._meta_fd, self._owner)
 

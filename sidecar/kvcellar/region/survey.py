@@ -22,7 +22,8 @@ from kvcellar.region.directory import (
     index_name,
     meta_name,
 )
-from kvcellar.region.metadata import MAX_SLOTS, OwnerSection
+from kvcellar.region.frame import MAX_SLOTS
+from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.metafile import MetaContents
 
 
