@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvcellar.errors import ConfigurationError, IndexMisuse
-from kvcellar.index.chunks import ChunkIndex, PolicyName
+from kvcellar.index.chunks import ChunkIndex
+from kvcellar.index.policies import PolicyName
 from kvcellar.index.states import Lookup
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvcellar.index.chunks import ChunkIndex, PolicyName
+from kvcellar.index.chunks import ChunkIndex
 from kvcellar.index.keytable import Key, KeyTable
+from kvcellar.index.policies import PolicyName
 from kvcellar.index.policy import LruPolicy
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvcellar.index.chunks import ChunkIndex, PolicyName
+from kvcellar.index.chunks import ChunkIndex
+from kvcellar.index.policies import PolicyName
 from kvcellar.index.policy import LruPolicy
 from kvcellar.index.states import Lookup
 

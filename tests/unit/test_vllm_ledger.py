@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvcellar.errors import IndexMisuse
-from kvcellar.index.chunks import PolicyName
+from kvcellar.index.policies import PolicyName
 from kvcellar.index.states import Lookup
 from kvcellar.plugin.ledger import ChunkEvent, Ledger, PrivateChunks, Trail
 from kvcellar.region.metadata import Counters

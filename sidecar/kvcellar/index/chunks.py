@@ -31,17 +31,17 @@ This module must not know vLLM, requests, tensors or files.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcellar.errors import ConfigurationError
-from kvcellar.index.arc import ArcPolicy
 from kvcellar.index.idlists import IdLists
 from kvcellar.index.keytable import ABSENT, Key, KeyTable
 from kvcellar.index.misuse import require_loadable, require_named, require_pinned, require_storing
-from kvcellar.index.policy import FREE_LIST, NUM_LISTS, LruPolicy, Policy
+from kvcellar.index.policies import PolicyName, make_policy, num_slots
+from kvcellar.index.policy import FREE_LIST, NUM_LISTS
 from kvcellar.index.states import (
     ANSWERS,
     FORGOTTEN,
@@ -57,11 +57,6 @@ from kvcellar.index.states import (
 
 ChunkIds = npt.NDArray[np.int32]
 """Chunk ids: (n,) int32, owned by the receiver."""
-
-PolicyName = Literal["lru", "arc"]
-
-_GHOSTS_PER_CHUNK = {"lru": 0, "arc": 1}
-"""How many keys a policy remembers beyond those that have a chunk, by its name."""
 
 
 class StorePlan(NamedTuple):
@@ -91,21 +86,13 @@ class ChunkIndex:
             raise ConfigurationError(
                 f"a chunk index of {num_chunks} chunks was asked for; it has 0 or more"
             )
-        if policy not in _GHOSTS_PER_CHUNK:
-            raise ConfigurationError(
-                f"replacement policy {policy!r} was asked for; the policies are 'lru' and 'arc'"
-            )
+        slots = num_slots(policy, num_chunks)
         self._num_chunks = num_chunks
-        num_slots = num_chunks * (1 + _GHOSTS_PER_CHUNK[policy])
-        self._table = KeyTable(num_slots)
-        self._lists = IdLists(num_slots, NUM_LISTS)
+        self._table = KeyTable(slots)
+        self._lists = IdLists(slots, NUM_LISTS)
         self._lists.append(FREE_LIST, range(num_chunks))
-        self._policy: Policy = (
-            LruPolicy(self._lists, self._table)
-            if policy == "lru"
-            else ArcPolicy(self._lists, self._table, num_chunks)
-        )
-        self._states = ChunkStates(num_slots)
+        self._policy = make_policy(policy, self._lists, self._table, num_chunks)
+        self._states = ChunkStates(slots)
         self._more_pins: dict[int, int] = {}  # pins beyond the first, of chunks that have several
         self._pinned = 0
         self._lingering = 0

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
 
-from kvcellar.index.chunks import ChunkIds, ChunkIndex, PolicyName, StorePlan
+from kvcellar.index.chunks import ChunkIds, ChunkIndex, StorePlan
 from kvcellar.index.keytable import Key
+from kvcellar.index.policies import PolicyName
 from kvcellar.index.states import Lookup
 from kvcellar.region.metadata import Counters
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvcellar import contract
 from kvcellar.contract import EngineId, OnFailure, Owner, Pin, parse_capacity, parse_engine_id
 from kvcellar.errors import ConfigurationError, InvalidCapacity, InvalidEngineId, Unsupported
-from kvcellar.index.chunks import PolicyName
+from kvcellar.index.policies import PolicyName
 
 TESTED_VERSIONS = ((0, 31), (0, 32))
 """Minor versions of vLLM that the tests run with. vLLM calls its plug-in API experimental and changes
