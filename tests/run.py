@@ -42,6 +42,8 @@ class Suite:
     name: str
     folder: str
     venv: str
+    soak_options: tuple[str, ...] = ()
+    """More arguments of pytest when the soak tests run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Command:
 
 
 STEPS: tuple[Suite | Command, ...] = (
-    Suite("unit", folder="tests/unit", venv=".venv"),
+    Suite("unit", folder="tests/unit", venv=".venv", soak_options=("--hypothesis-profile=full",)),
     Suite("integration", folder="tests/integration", venv=".venv"),
     Command(
         "demo",
@@ -129,8 +131,8 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def run_suite(suite: Suite, marks: str, tally: Tally) -> None:
-    """Run one suite's tests that match ``marks``, a pytest ``-m`` expression."""
+def run_suite(suite: Suite, tally: Tally, *, is_soak: bool) -> None:
+    """Run one suite's tests: those marked soak, or all the others."""
     if not any((ROOT / suite.folder).rglob("test_*.py")):
         tally.left_out.append(f"{suite.name} - no tests in {suite.folder} yet")
         return
@@ -139,9 +141,12 @@ def run_suite(suite: Suite, marks: str, tally: Tally) -> None:
         print(f"no {python.relative_to(ROOT)}: run make {suite.venv.removeprefix('.')}", flush=True)
         tally.failed += 1
         return
+    marks = "soak and not gpu" if is_soak else "not soak and not gpu"
+    options = suite.soak_options if is_soak else ()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        argv = [str(python), "-m", "pytest", suite.folder, "-m", marks, f"--junitxml={report}"]
+        argv = [str(python), "-m", "pytest", suite.folder, "-m", marks, *options]
+        argv.append(f"--junitxml={report}")
         status = subprocess.run(argv, cwd=ROOT, env=clean_environment(), check=False).returncode
         if status == PYTEST_NOTHING_COLLECTED:
             tally.left_out.append(f"{suite.name} - no test matches: {marks}")
@@ -172,13 +177,13 @@ def run_command(command: Command, tally: Tally) -> None:
         tally.failed += 1
 
 
-def run_steps(steps: Sequence[Suite | Command], marks: str, tally: Tally) -> None:
+def run_steps(steps: Sequence[Suite | Command], tally: Tally, *, is_soak: bool) -> None:
     """Run the steps one after the other; a failed one does not stop the rest."""
     for step in steps:
         print(f"==== {step.name}", flush=True)
         match step:
             case Suite():
-                run_suite(step, marks, tally)
+                run_suite(step, tally, is_soak=is_soak)
             case Command():
                 run_command(step, tally)
 
@@ -216,7 +221,7 @@ def main() -> int:
     tally = Tally()
     chosen = SOAK_STEPS if arguments.soak else STEPS
     steps = [step for step in chosen if not arguments.steps or step.name in arguments.steps]
-    run_steps(steps, "soak and not gpu" if arguments.soak else "not soak and not gpu", tally)
+    run_steps(steps, tally, is_soak=arguments.soak)
     if not arguments.steps:
         if not arguments.soak:
             tally.left_out.append("soak - run make soak")

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import IndexMisuse
@@ -86,7 +86,6 @@ def test_a_file_cut_by_somebody_is_no_crash(fd: int) -> None:
     assert FailureMarks(fd, SHARDED).take_failed([1]) == set()
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -383,17 +383,17 @@ class ArcMachine(IndexMachine):
     policy: PolicyName = "arc"
 
 
-QUICK = settings(
-    max_examples=40,
+WALKS = settings(
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
 
+@pytest.mark.properties
 @pytest.mark.parametrize("machine", [LruMachine, ArcMachine])
 def test_random_legal_moves_agree_with_the_model(machine: type[IndexMachine]) -> None:
-    run_state_machine_as_test(machine, settings=QUICK)
+    run_state_machine_as_test(machine, settings=WALKS)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -438,7 +438,7 @@ def test_the_model_notices_an_index_that_evicts_what_is_pinned(
 
     monkeypatch.setattr(LruPolicy, "hold", hold)
     thorough = settings(
-        QUICK,
+        WALKS,
         max_examples=500,
         derandomize=True,
         phases=[Phase.generate],

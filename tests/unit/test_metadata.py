@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.contract import Mode, Owner, RegionState, Role
@@ -416,7 +416,6 @@ def test_writing_over_damage_repairs_both_copies(fd: int) -> None:
     assert metafile.read_owner(fd) == OWNER
 
 
-@settings(max_examples=20)
 @given(st.lists(owners, min_size=1, max_size=6))
 def test_the_last_of_many_updates_is_in_force(updates: list[OwnerSection]) -> None:
     fd = os.memfd_create("meta")

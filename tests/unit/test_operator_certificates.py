@@ -7,7 +7,7 @@ import pytest
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from kvcellar_operator.certificates import (
     AUTHORITY_LIFE,
@@ -149,12 +149,11 @@ def test_problems_are_said_by_name() -> None:
     with pytest.raises(UnusableCertificate, match=r"tls\.key is no private key"):
         problem_of(Serving(serving.certificate, b""), NAMES, NOW)
     with pytest.raises(UnusableCertificate, match="not the key of"):
-        problem_of(Serving(serving.certificate, _rsa_key()), NAMES, NOW)
+        problem_of(Serving(serving.certificate, _key_of_another_kind()), NAMES, NOW)
 
 
-def _rsa_key() -> bytes:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    return key.private_bytes(
+def _key_of_another_kind() -> bytes:
+    return ed25519.Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),

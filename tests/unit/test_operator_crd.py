@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.contract import RegionState
@@ -139,7 +139,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40)
 @given(PLAIN)
 def test_yaml_is_read_back_as_it_was(value: Any) -> None:  # noqa: ANN401 - plain data
     assert yaml.safe_load(to_yaml(value)) == value

@@ -4,7 +4,7 @@ import copy
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonpatch import apply_patch
 
@@ -21,7 +21,6 @@ JSON = st.recursive(
 OBJECTS = st.dictionaries(st.sampled_from(["a", "b", "c"]), JSON, max_size=3)
 
 
-@settings(max_examples=50)
 @given(OBJECTS, OBJECTS)
 def test_a_patch_makes_the_second_of_the_first(before: Any, after: Any) -> None:  # noqa: ANN401
     kept = copy.deepcopy(before)

@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonpatch import apply_patch
 
@@ -212,7 +212,6 @@ def assert_legal(pod: Pod) -> None:
             assert requested >= aggregate(pod, "requests", resource)
 
 
-@settings(max_examples=60)
 @given(pods(), PROFILES)
 def test_nothing_is_lost_and_twice_is_once(pod: Pod, profile: Profile) -> None:
     before = copy.deepcopy(pod)
@@ -252,7 +251,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60)
 @given(JSON)
 def test_what_is_no_pod_passes_as_it_is(document: Any) -> None:  # noqa: ANN401 - JSON
     injection = inject(document, "ns", None, SETTINGS)
@@ -261,7 +259,6 @@ def test_what_is_no_pod_passes_as_it_is(document: Any) -> None:  # noqa: ANN401 
     assert injection.reason in (Reason.INVALID_POD, Reason.NOT_OPTED_IN)
 
 
-@settings(max_examples=60)
 @given(pods(), st.data())
 def test_a_pod_with_one_damaged_field_is_never_an_error(pod: Pod, data: st.DataObject) -> None:
     owner: Any = pod

@@ -4,7 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.region.index_file import index_bound_bytes as real_index_bound_bytes
@@ -73,7 +73,6 @@ def test_regions_that_no_number_holds_are_refused() -> None:
     assert caught.value.reason is Reason.CAPACITY_TOO_LARGE
 
 
-@settings(max_examples=40)
 @given(
     st.integers(min_value=2 * MIB, max_value=2**50),
     st.integers(min_value=1, max_value=64),
@@ -92,7 +91,6 @@ def test_what_is_asked_for_holds_what_it_is_for(capacity: int, engines: int, hea
     assert sized.sidecar_memory_bytes >= held * 1003 // 1000 + 96 * MIB
 
 
-@settings(max_examples=40)
 @given(st.integers(min_value=2 * MIB, max_value=2**62))
 def test_the_bound_of_the_index_file_is_one(capacity: int) -> None:
     assert sizing.index_bound_bytes(capacity) >= real_index_bound_bytes(capacity)
@@ -157,13 +155,11 @@ def test_what_is_no_quantity_is_refused(text: object) -> None:
         parse_bytes(text)
 
 
-@settings(max_examples=40)
 @given(st.integers(min_value=0, max_value=2**63))
 def test_bytes_are_written_exactly(size_bytes: int) -> None:
     assert parse_bytes(format_bytes(size_bytes)) == size_bytes
 
 
-@settings(max_examples=40)
 @given(st.integers(min_value=0, max_value=10**9))
 def test_cpus_are_written_exactly(millicpus: int) -> None:
     assert parse_millicpus(format_millicpus(millicpus)) == millicpus

@@ -1,5 +1,6 @@
 """The counts of tests/run.py, from a real report that pytest wrote."""
 
+import os
 import subprocess
 import sys
 
@@ -32,6 +33,7 @@ def tally(tmp_path_factory: pytest.TempPathFactory) -> run.Tally:
     subprocess.run(
         [*argv, f"--rootdir={folder}", f"--junitxml={report}", folder],
         cwd=folder,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         check=False,
     )
