@@ -57,18 +57,19 @@ $(UV_STAMP):
 		$(TOOLS)/uv/bin/python -m pip install --quiet --disable-pip-version-check \
 			--require-hashes --no-deps -r requirements/uv.txt)
 
-# The install is editable: it needs no repeat when a source file changes.
+# Environments are compiled here, since a machine may forbid Python to write bytecode, and
+# every start of a test, a sidecar or an engine would compile its imports anew.
+# This install is editable: it needs no repeat when a source file changes.
 $(VENV_STAMP): | $(UV_STAMP)
 	$(call once,.venv,$@,.made-, \
 		echo "making .venv"; \
 		$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv; \
-		$(UV) pip sync --quiet --python $(PY) --require-hashes requirements/dev.txt; \
+		$(UV) pip sync --quiet --python $(PY) --compile-bytecode \
+			--require-hashes requirements/dev.txt; \
 		$(UV) pip install --quiet --python $(PY) --offline --no-deps \
 			--no-build-isolation --editable .)
 
-# Compiled once here, since a machine may forbid Python to write bytecode, and an
-# engine imports thousands of modules at each start. The sync removes kvcellar, so its
-# stamp goes too.
+# The sync removes kvcellar, so its stamp goes too.
 $(VLLM_STAMP) $(VLLM31_STAMP): | $(UV_STAMP)
 $(VLLM_STAMP): REQUIREMENTS := requirements/vllm.txt
 $(VLLM31_STAMP): REQUIREMENTS := requirements/vllm31.txt
