@@ -1,7 +1,9 @@
 """Making, reserving, settling and ending regions, on a real tmpfs and with real processes."""
 
+import errno
 import os
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from kvcellar.contract import EngineId, HugePages, RegionState
 from kvcellar.errors import (
     ConfigurationError,
     DoesNotFit,
+    KVCellarError,
     MetadataDamaged,
     RegionHeld,
     RegionMismatch,
@@ -71,6 +74,30 @@ def used_bytes(volume: Path) -> int:
     return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
+def _resident_bytes(fd: int) -> int:
+    """Bytes that are zeroed or written: a page that is only reserved counts as a hole."""
+    size, position, total = os.fstat(fd).st_size, 0, 0
+    while position < size:
+        try:
+            start = os.lseek(fd, position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                break
+            raise
+        position = os.lseek(fd, start, os.SEEK_HOLE)
+        total += position - start
+    return total
+
+
+def punch(fd: int, offset: int, length: int) -> None:
+    """Take pages out of the file and keep its size, as fallocate(1) does."""
+    subprocess.run(
+        ["fallocate", "--punch-hole", "-o", str(offset), "-l", str(length), f"/dev/fd/{fd}"],
+        pass_fds=(fd,),
+        check=True,
+    )
+
+
 def can_collapse(volume: Path) -> bool:
     """Whether the kernel makes huge pages on this tmpfs at all."""
     fd = os.open(volume, os.O_RDWR | os.O_TMPFILE)
@@ -114,7 +141,7 @@ def test_a_made_region_has_every_page_and_not_one_more(
     fd = data_fd(directory, region)
     status = os.fstat(fd)
     assert status.st_size == status.st_blocks * 512 == 70 * MIB == region.reserved_bytes()
-    assert region.owner.settled_bytes == file.settled_bytes(fd) == 70 * MIB
+    assert region.owner.settled_bytes == _resident_bytes(fd) == 70 * MIB
     assert os.pread(fd, 70 * MIB, 0) == bytes(70 * MIB)
     assert used_bytes(volume) - before == 70 * MIB + frame.META_BYTES
     os.close(fd)
@@ -337,6 +364,29 @@ def test_a_limit_that_shrinks_while_reserving_stops_it_with_the_numbers(
     assert region.reserved_bytes() == 0
 
 
+def test_what_is_held_is_not_given_back_when_a_resumed_reserve_fails(
+    directory: RegionDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "STEP_BYTES", 2 * MIB)
+    stops = iter([False, False, True])
+    region = own(directory)
+    region.reserve(lambda: next(stops))
+    holder = data_fd(directory, region)
+    assert locks.try_lock(holder, locks.SLOT_BASE + 9)
+    os.pwrite(holder, b"kv", 3 * MIB)
+    region.close()
+    again = OwnedRegion.acquire(directory, SMALL, lambda: [Limit("pod", 10 * MIB, 9 * MIB)])
+    for _ in range(2):
+        with pytest.raises(DoesNotFit):
+            again.reserve(never)
+        assert again.reserved_bytes() == 4 * MIB
+        assert os.pread(holder, 2, 3 * MIB) == b"kv"
+    os.close(holder)
+    with pytest.raises(DoesNotFit):
+        again.reserve(never)
+    assert again.reserved_bytes() == 0
+
+
 def _start_together(fork: Fork, programs: list[Callable[[Connection], None]]) -> list[object]:
     """Run programs at the same moment; each one's first answer, or its exception."""
 
@@ -435,9 +485,19 @@ def test_the_index_of_a_reserved_region_is_promised_too(make_volume: MakeVolume)
 
 @pytest.mark.parametrize("capacity", [0, 1, HUGE_PAGE_BYTES - 1])
 def test_less_than_a_huge_page_is_no_region(directory: RegionDirectory, capacity: int) -> None:
-    with pytest.raises(ConfigurationError, match="KVCELLAR_CAPACITY"):
+    with pytest.raises(ConfigurationError, match="raise KVCELLAR_CAPACITY"):
         own(directory, replace(SMALL, capacity_bytes=capacity))
     assert directory.names() == []
+
+
+@pytest.mark.parametrize("capacity", [MIB, 257 * MIB])
+def test_a_refusal_names_the_setting_that_the_capacity_came_from(
+    directory: RegionDirectory, capacity: int
+) -> None:
+    request = replace(SMALL, capacity_bytes=capacity, capacity_setting="cpu_bytes_to_use")
+    with pytest.raises(KVCellarError, match=r"(raise|lower) cpu_bytes_to_use") as refusal:
+        own(directory, request)
+    assert "KVCELLAR" not in str(refusal.value)
 
 
 # --- adopting
@@ -478,7 +538,11 @@ def _cut_and_grow(fd: int) -> None:
     os.ftruncate(fd, 8 * MIB)
 
 
-@pytest.mark.parametrize("damage", [_cut, _cut_and_grow])
+def _punch(fd: int) -> None:
+    punch(fd, 2 * MIB, 4096)
+
+
+@pytest.mark.parametrize("damage", [_cut, _cut_and_grow, _punch])
 def test_an_unheld_region_whose_data_lacks_pages_is_made_anew(
     directory: RegionDirectory, damage: Callable[[int], None]
 ) -> None:
@@ -492,6 +556,49 @@ def test_an_unheld_region_whose_data_lacks_pages_is_made_anew(
     assert not again.is_adopted
     assert again.owner.data_inode != inode
     assert len(directory.names()) == 3
+
+
+@pytest.mark.parametrize("state", ["Reserved", "Ready"])
+@pytest.mark.parametrize("damage", [_cut, _cut_and_grow, _punch])
+def test_a_held_region_whose_data_lacks_pages_is_adopted_as_failed_and_not_filled(
+    directory: RegionDirectory, damage: Callable[[int], None], state: str
+) -> None:
+    region = own(directory)
+    region.reserve(never)
+    if state == "Ready":
+        region.settle(never)
+    holder = data_fd(directory, region)
+    assert locks.try_lock(holder, locks.SLOT_BASE)
+    region.close()
+    damage(holder)
+    had = os.fstat(holder).st_blocks
+    again = own(directory)
+    assert again.is_adopted
+    assert (state_of(again), again.owner.data_inode) == ("Failed", region.owner.data_inode)
+    assert "another process of this pod" in again.owner.reason
+    assert again.owner.settled_bytes <= had * 512
+    again.reserve(never)
+    again.settle(never)
+    again.retry()
+    assert (state_of(again), os.fstat(holder).st_blocks) == ("Failed", had)
+    os.close(holder)
+    again.retry()
+    assert state_of(again) == "Reserving"
+
+
+def test_a_failed_region_that_lost_pages_is_filled_by_the_next_owner_once_it_is_unheld(
+    directory: RegionDirectory,
+) -> None:
+    region = make(directory)
+    fd = data_fd(directory, region)
+    _punch(fd)
+    region.fail(region.snapshot().damage)
+    region.close()
+    again = make(directory)
+    assert again.is_adopted
+    assert again.snapshot().damage == ""
+    assert again.owner.settled_bytes == _resident_bytes(fd) == 8 * MIB
+    os.close(fd)
 
 
 def test_a_region_whose_data_file_is_gone_or_replaced_is_made_anew(
@@ -582,6 +689,33 @@ def test_a_file_cut_or_removed_under_a_living_owner_is_damage(directory: RegionD
     assert "data file" in region.snapshot().damage
     (directory.path / meta_name(ID)).unlink()
     assert "metadata page" in region.snapshot().damage
+
+
+@pytest.mark.parametrize("state", ["Reserved", "Ready"])
+def test_a_file_that_was_punched_under_a_living_owner_is_damage(
+    directory: RegionDirectory, state: str
+) -> None:
+    region = own(directory)
+    region.reserve(never)
+    if state == "Ready":
+        region.settle(never)
+    assert region.snapshot().damage == ""
+    fd = data_fd(directory, region)
+    punch(fd, 4 * MIB, 8192)
+    assert f"({8 * MIB - 8192} of them reserved)" in region.snapshot().damage
+    assert "punched" in region.snapshot().damage
+    os.close(fd)
+
+
+def test_pages_that_were_punched_are_not_filled_by_settling(directory: RegionDirectory) -> None:
+    region = own(directory)
+    region.reserve(never)
+    fd = data_fd(directory, region)
+    punch(fd, 4 * MIB, 4096)
+    with pytest.raises(RegionMismatch, match="punched"):
+        region.settle(never)
+    assert (state_of(region), region.reserved_bytes()) == ("Reserved", 8 * MIB - 4096)
+    os.close(fd)
 
 
 def test_a_data_file_cut_while_it_is_reserved_is_not_called_reserved(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcellar.region import locks
-from kvcellar.region.locks import OWNER_BYTE, SLOT_BASE, held_slots, is_locked, try_lock, unlock
+from kvcellar.region.locks import OWNER_BYTE, SLOT_BASE, held_slots, is_locked, try_lock
 
 
 @pytest.fixture
@@ -27,12 +27,13 @@ def two(path: str) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def test_one_byte_is_held_by_one_description(two: tuple[int, int]) -> None:
-    one, other = two
+def test_one_byte_is_held_by_one_description(path: str) -> None:
+    one, other = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
     assert try_lock(one, OWNER_BYTE)
     assert not try_lock(other, OWNER_BYTE)
-    unlock(one, OWNER_BYTE)
+    os.close(one)
     assert try_lock(other, OWNER_BYTE)
+    os.close(other)
 
 
 def test_a_lock_is_seen_by_others_and_not_by_its_own_description(two: tuple[int, int]) -> None:

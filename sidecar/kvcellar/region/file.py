@@ -36,25 +36,6 @@ def reserved_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-def settled_bytes(fd: int) -> int:
-    """Bytes that are zeroed or written, by walking data and holes (17 ms per 2 GiB).
-
-    Used after an adoption, when the counter of the process that settled is gone; st_blocks cannot tell
-    a settled page from a reserved one.
-    """
-    size, position, total = os.fstat(fd).st_size, 0, 0
-    while position < size:
-        try:
-            start = os.lseek(fd, position, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # only a hole is left
-                break
-            raise
-        position = os.lseek(fd, start, os.SEEK_HOLE)
-        total += position - start
-    return total
-
-
 def free_all(fd: int, capacity_bytes: int) -> None:
     """Give every page back and keep the size. Only for a file that nobody holds."""
     os.ftruncate(fd, 0)

@@ -33,6 +33,7 @@ from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.metadata import OwnerSection, SlotRow
 from kvcellar.region.metafile import MetaContents
 from kvcellar.region.states import ATTACHABLE
+from kvcellar.region.wholeness import loss_by_state
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,9 @@ class Place:
                 f"the data file {name} is (device, inode, bytes) {found}, the sidecar made "
                 f"{(owner.data_device, owner.data_inode, owner.capacity_bytes)}: {_RESTART}"
             )
+        if lost := loss_by_state(data_fd, engine_id, owner):
+            os.close(data_fd)
+            raise RegionMismatch(f"{lost}: {_RESTART}")
         try:
             place.index_fd = directory.open_file(index_name(engine_id, owner.nonce))
         except (KVCellarError, OSError):

@@ -33,11 +33,6 @@ def try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def unlock(fd: int, byte: int) -> None:
-    """Give the lock back. Only for a process that goes on; a process that ends just ends."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-
-
 def is_locked(fd: int, byte: int) -> bool:
     """Whether *another* description than `fd`'s holds the byte; a description's own locks are invisible."""
     query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)

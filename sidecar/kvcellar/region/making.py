@@ -34,7 +34,8 @@ from kvcellar.region.frame import MAX_SLOTS, META_BYTES
 from kvcellar.region.memory import TMPFS
 from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
-from kvcellar.region.states import ATTACHABLE, RegionRequest
+from kvcellar.region.states import RegionRequest
+from kvcellar.region.wholeness import loss_by_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,13 @@ def adopt(directory: RegionDirectory, request: RegionRequest) -> RegionFiles | N
         owner = metafile.read_owner(meta_fd)
         data_fd = _open_data(directory, request.engine_id, owner)
         if data_fd is not None and _still_wanted(meta_fd, data_fd, owner, request):
-            settled = min(owner.settled_bytes, owner.capacity_bytes)
-            taken = replace(owner, settled_bytes=settled, kind=request.kind)
+            there_is = min(file.reserved_bytes(data_fd), owner.capacity_bytes)
+            taken = replace(
+                owner,
+                settled_bytes=min(owner.settled_bytes, there_is),
+                huge_page_bytes=min(owner.huge_page_bytes, there_is),
+                kind=request.kind,
+            )
             if taken != owner:
                 metafile.write_owner(meta_fd, taken)
             files = RegionFiles(taken, meta_fd, data_fd, is_adopted=True)
@@ -100,7 +106,7 @@ def create(
     asked = needed_bytes(request.capacity_bytes)
     decided = plan_beside_others(directory, asked, read_limits)
     if not decided.fits:
-        raise decided.refusal(request.engine_id)
+        raise decided.refusal(request.engine_id, request.capacity_setting)
     engine_id, nonce = request.engine_id, secrets.token_hex(8)
     temporary = temporary_name(engine_id, nonce)
     made: dict[str, int] = {}
@@ -174,15 +180,8 @@ def _still_wanted(meta_fd: int, data_fd: int, owner: OwnerSection, request: Regi
     if locks.held_slots(data_fd, MAX_SLOTS):
         return True
     same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
-    return same and _is_whole(data_fd, owner) and _is_readable(meta_fd)
-
-
-def _is_whole(data_fd: int, owner: OwnerSection) -> bool:
-    """Whether the file has its size, and every page that the state promises."""
-    has_pages = (
-        owner.state not in ATTACHABLE or file.reserved_bytes(data_fd) >= owner.capacity_bytes
-    )
-    return has_pages and os.fstat(data_fd).st_size == owner.capacity_bytes
+    is_whole = not loss_by_state(data_fd, request.engine_id, owner)
+    return same and is_whole and _is_readable(meta_fd)
 
 
 def _is_readable(meta_fd: int) -> bool:
@@ -217,8 +216,8 @@ def as_refusal(
         )
     return DoesNotFit(
         f"region {request.engine_id} needs {request.capacity_bytes} bytes, but the {name} limit was reached when "
-        f"it had {had_bytes} bytes: memory that was free at the plan is in use now; lower KVCELLAR_CAPACITY or raise "
-        "the limit",
+        f"it had {had_bytes} bytes: memory that was free at the plan is in use now; lower {request.capacity_setting} "
+        "or raise the limit",
         asked_bytes=request.capacity_bytes,
         free_bytes=had_bytes,
         binding_limit=name,

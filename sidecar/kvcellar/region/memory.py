@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.contract import MAX_CAPACITY_BYTES, LimitBody, PlanBody
+from kvcellar.contract import ENV_CAPACITY, MAX_CAPACITY_BYTES, LimitBody, PlanBody
 from kvcellar.errors import DoesNotFit
 from kvcellar.region.cgroups import (
     ANCESTOR_PREFIX,
@@ -59,8 +59,11 @@ class Plan:
     limits: tuple[Limit, ...]
     promised_bytes: int = 0
 
-    def refusal(self, engine_id: str) -> DoesNotFit:
-        """The error to raise for a plan that does not fit: one sentence, and the numbers as fields."""
+    def refusal(self, engine_id: str, capacity_setting: str = ENV_CAPACITY) -> DoesNotFit:
+        """The error to raise for a plan that does not fit: one sentence, and the numbers as fields.
+
+        The sentence asks to lower `capacity_setting`, the setting that the capacity came from.
+        """
         name = self.binding_limit
         sizes = {limit.name: limit.limit_bytes for limit in self.limits}
         cgroup = name.removeprefix(ANCESTOR_PREFIX)
@@ -71,7 +74,7 @@ class Plan:
             f"region {engine_id} needs {self.asked_bytes} bytes ({_human(self.asked_bytes)}), but "
             f"the {what} leaves {self.free_bytes} bytes ({_human(self.free_bytes)}) of "
             f"{_human(sizes.get(name, 0))} free{promised if self.promised_bytes else ''}; "
-            f"lower KVCELLAR_CAPACITY or {remedy}",
+            f"lower {capacity_setting} or {remedy}",
             asked_bytes=self.asked_bytes,
             free_bytes=self.free_bytes,
             binding_limit=self.binding_limit,

@@ -25,6 +25,7 @@ from kvcellar.region.memory import plan
 from kvcellar.region.metadata import OwnerSection, SessionSection, SlotRow
 from kvcellar.region.promises import LimitReader
 from kvcellar.region.states import LEGAL_MOVES, RegionRequest
+from kvcellar.region.wholeness import loss, loss_by_state
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class OwnedRegion:
     ) -> "OwnedRegion":
         """Own the engine's region: adopt the one that is there, else plan and make one.
 
-        A held region is never re-made or removed: with another capacity than asked it is adopted as it is.
-        An unheld one of another capacity is replaced.
+        A held region is never re-made or removed: with another capacity than asked it is adopted as it is,
+        and with pages missing it is adopted as Failed. An unheld one is replaced in both cases.
 
         Raises:
             DoesNotFit: a limit leaves too little; nothing was made.
@@ -98,7 +99,7 @@ class OwnedRegion:
         if capacity < HUGE_PAGE_BYTES:
             raise ConfigurationError(
                 f"region {request.engine_id} was asked for with {request.capacity_bytes} bytes; a region has at least "
-                f"{HUGE_PAGE_BYTES} bytes (2 MiB): raise KVCELLAR_CAPACITY"
+                f"{HUGE_PAGE_BYTES} bytes (2 MiB): raise {request.capacity_setting}"
             )
         request = replace(request, capacity_bytes=capacity)
         with directory.lock():
@@ -106,6 +107,8 @@ class OwnedRegion:
             files = files or making.create(directory, request, read_limits)
         region = cls(directory, request, files, read_limits)
         region.retry()
+        if lost := region._loss():
+            region.fail(lost)
         return region
 
     # --- reserve and settle (step 4) ---------------------------------------------------------------------
@@ -117,8 +120,8 @@ class OwnedRegion:
         returns at once.
 
         Raises:
-            DoesNotFit: memory vanished meanwhile. What this region took is given back; the state is
-                still Reserving, `fail` says so to everybody.
+            DoesNotFit: memory vanished meanwhile. What this region took is given back, unless somebody
+                holds it; the state is still Reserving, `fail` says so to everybody.
             RegionMismatch: the data file was cut by somebody.
         """
         if self._owner.state is not RegionState.RESERVING:
@@ -138,8 +141,7 @@ class OwnedRegion:
                 file.reserve_step(self._data_fd, offset, length)
             except (OSError, DoesNotFit) as error:
                 had = self.reserved_bytes()
-                file.free_all(self._data_fd, capacity)
-                self._publish(replace(self._owner, settled_bytes=0, huge_page_bytes=0))
+                self._give_back()
                 raise making.as_refusal(error, self._request, had) from error
             huge = min(huge_before + maker.made_bytes, capacity)
             spent = spent_before + time.monotonic() - began
@@ -148,9 +150,8 @@ class OwnedRegion:
                     self._owner, huge_page_bytes=huge, settled_bytes=huge, reserve_seconds=spent
                 )
             )
-        status = os.fstat(self._data_fd)
-        if status.st_size != capacity or self.reserved_bytes() < capacity:
-            raise RegionMismatch(self._cut_message())
+        if lost := loss(self._data_fd, self.engine_id, self._owner, is_reserved=True):
+            raise RegionMismatch(lost)
         self._move(RegionState.RESERVED, "")
 
     def settle(self, should_stop: StopFlag) -> None:
@@ -159,7 +160,8 @@ class OwnedRegion:
         Engines may be attached and writing: data is never touched.
 
         Raises:
-            RegionMismatch: the data file was cut short by somebody.
+            RegionMismatch: the data file was cut or punched by somebody; pages that are gone are not filled,
+                for zeros would pass for what was there.
         """
         if self._owner.state is not RegionState.RESERVED:
             return
@@ -170,8 +172,8 @@ class OwnedRegion:
             if should_stop():
                 return
             length = min(file.STEP_BYTES, capacity - offset)
-            if os.fstat(self._data_fd).st_size != capacity:
-                raise RegionMismatch(self._cut_message())
+            if lost := self._loss():
+                raise RegionMismatch(lost)
             file.settle_step(self._data_fd, offset, length, self._request.settle_threads)
             settled = max(self._owner.settled_bytes, offset + length)
             spent = spent_before + time.monotonic() - began
@@ -307,7 +309,8 @@ class OwnedRegion:
         if not decided.fits:
             there_is = decided.free_bytes + self.reserved_bytes()
             asked = self._owner.capacity_bytes
-            raise replace(decided, asked_bytes=asked, free_bytes=there_is).refusal(self.engine_id)
+            decided = replace(decided, asked_bytes=asked, free_bytes=there_is)
+            raise decided.refusal(self.engine_id, self._request.capacity_setting)
 
     def _file_damage(self) -> str:
         name = data_name(self.engine_id, self._owner.nonce)
@@ -315,16 +318,26 @@ class OwnedRegion:
             return f"the metadata page of region {self.engine_id} was removed or replaced by another process"
         if self._directory.identity(name) != (self._owner.data_device, self._owner.data_inode):
             return f"the data file {name} was removed or replaced by another process"
-        if os.fstat(self._data_fd).st_size != self._owner.capacity_bytes:
-            return self._cut_message()
-        return ""
+        return self._loss()
 
-    def _cut_message(self) -> str:
-        return (
-            f"the data file of region {self.engine_id} has {os.fstat(self._data_fd).st_size} bytes "
-            f"({self.reserved_bytes()} of them reserved), it was made with {self._owner.capacity_bytes}: another "
-            "process of this pod cut or grew it"
-        )
+    def _loss(self) -> str:
+        return loss_by_state(self._data_fd, self.engine_id, self._owner)
+
+    def _give_back(self) -> None:
+        """Free every page, unless a slot is held: its holder believes in what it has mapped.
+
+        The page has said Reserving since this owner has it, and nobody joins then: a holder may leave
+        meanwhile, but none can come.
+        """
+        if self.held():
+            logger.warning(
+                "region %s keeps %d bytes although the rest does not fit: somebody holds it",
+                self.engine_id,
+                self.reserved_bytes(),
+            )
+            return
+        file.free_all(self._data_fd, self._owner.capacity_bytes)
+        self._publish(replace(self._owner, settled_bytes=0, huge_page_bytes=0))
 
     def _move(self, state: RegionState, reason: str) -> None:
         if state not in LEGAL_MOVES[self._owner.state]:

@@ -8,7 +8,7 @@ state      meaning                                          next
 Planned    nothing on disk yet                              Reserving (`acquire` accepted the plan)
 Reserving  names are published, pages are being promised    Reserved (`reserve`), Failed (`fail`)
 Reserved   every page is promised: engines may attach       Ready (`settle`), Failed, Released
-Ready      every page is zeroed and resident                Failed (file replaced or cut), Released
+Ready      every page is zeroed and resident                Failed (file lost pages or its name), Released
 Failed     no engine may attach; the reason says why        Reserving (`retry`, or the next owner), Released
 Released   the names are gone                               none
 ========== ================================================ ============================================
@@ -18,7 +18,7 @@ InUse and Idle are no states: whether anybody is attached is told by the slots a
 
 from dataclasses import dataclass
 
-from kvcellar.contract import EngineId, HugePages, Mode, Owner, RegionState
+from kvcellar.contract import ENV_CAPACITY, EngineId, HugePages, Mode, Owner, RegionState
 from kvcellar.region.geometry import BLOCK_SIZE_ALIGNMENT
 
 LEGAL_MOVES: dict[RegionState, frozenset[RegionState]] = {
@@ -40,7 +40,11 @@ ATTACHABLE = frozenset({RegionState.RESERVED, RegionState.READY})
 
 @dataclass(frozen=True, slots=True)
 class RegionRequest:
-    """What an owner wants: one region of `capacity_bytes` (floored to 2 MiB) for one engine."""
+    """What an owner wants: one region of `capacity_bytes` (floored to 2 MiB) for one engine.
+
+    Attributes:
+        capacity_setting: the setting that the capacity came from, for sentences that ask to change it.
+    """
 
     engine_id: EngineId
     capacity_bytes: int
@@ -49,3 +53,4 @@ class RegionRequest:
     settle_threads: int = 1
     page_bytes: int = BLOCK_SIZE_ALIGNMENT
     kind: Owner = Owner.SIDECAR
+    capacity_setting: str = ENV_CAPACITY

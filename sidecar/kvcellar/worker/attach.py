@@ -256,7 +256,10 @@ class _Attempt:
             logger.info("removed the region of engine %s, which is gone", engine_id)
         reclaim_loose(directory)
         request = RegionRequest(
-            self._request.engine_id, self._options.capacity_bytes, kind=Owner.ENGINE
+            self._request.engine_id,
+            self._options.capacity_bytes,
+            kind=Owner.ENGINE,
+            capacity_setting="cpu_bytes_to_use",
         )
         self._owned = self._acquire(directory, request)
         self._owned.reserve(_never)
