@@ -35,6 +35,7 @@ class FaultyDevice:
     """
 
     def __init__(self, inner: Device, choose: Callable[[Direction, int], Fault]) -> None:
+        self.pins_host = inner.pins_host
         self._inner = inner
         self._choose = choose
         self._counts = {direction: count() for direction in Direction}
@@ -53,9 +54,9 @@ class FaultyDevice:
         """As the inner device."""
         return self._inner.current_stream()
 
-    def new_event(self) -> Event:
+    def new_event(self, *, is_timed: bool = True) -> Event:
         """As the inner device."""
-        return self._inner.new_event()
+        return self._inner.new_event(is_timed=is_timed)
 
     def destroy_event(self, event: Event) -> None:
         """As the inner device."""
@@ -109,9 +110,9 @@ class FaultyDevice:
             case Fault.SKIP:
                 pass
 
-    def register_host(self, address: int, size_bytes: int) -> bool:
+    def register_host(self, address: int, size_bytes: int) -> None:
         """As the inner device."""
-        return self._inner.register_host(address, size_bytes)
+        self._inner.register_host(address, size_bytes)
 
     def unregister_host(self, address: int) -> None:
         """As the inner device."""

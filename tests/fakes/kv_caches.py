@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from kvcellar.contract import Direction
 from kvcellar.errors import TransferFailed
 from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.worker.devices import Device
 from kvcellar.worker.kv_caches import BlockTensor
+from kvcellar.worker.pin import PinnedMemory, cut
 
 
 class HostTensor:
@@ -72,6 +74,7 @@ class MemoryRegion:
     transfers: list[tuple[Direction, int, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._pinned: PinnedMemory | None = None
         shape = (self.geometry.num_chunks, self.geometry.chunk_stride_bytes)
         self.chunks: NDArray[np.int8] = np.full(shape, 77, dtype=np.int8)
 
@@ -95,6 +98,19 @@ class MemoryRegion:
         if self.cannot_mark:
             raise TransferFailed("marks cannot be written")
         self.marked.add(chunk)
+
+    def pin(self, device: Device) -> bool:
+        if not device.pins_host:
+            return False
+        stride = self.geometry.chunk_stride_bytes
+        self._pinned = PinnedMemory(device)
+        self._pinned.register(cut(self.base_address, stride, self.geometry.num_chunks))
+        return True
+
+    def unpin(self) -> None:
+        if self._pinned is not None:
+            self.log.append("unpin")
+            self._pinned.close()
 
     def close(self) -> None:
         self.log.append("close")

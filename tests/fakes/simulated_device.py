@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class SimulatedDevice:
     refusals: deque[str] = field(default_factory=deque)
     """Each call of `copy_batch` takes one: not empty means that it raises."""
     destroy_fails: bool = False
+    pins_host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -92,7 +94,8 @@ class SimulatedDevice:
     def current_stream(self) -> Stream:
         return COMPUTE
 
-    def new_event(self) -> Event:
+    def new_event(self, *, is_timed: bool = True) -> Event:
+        del is_timed
         event = Event(self._handle())
         self._events[event] = _EventState()
         return event
@@ -160,9 +163,8 @@ class SimulatedDevice:
 
         self._streams[stream].append(_Step(run))
 
-    def register_host(self, address: int, size_bytes: int) -> bool:
+    def register_host(self, address: int, size_bytes: int) -> None:
         self.log.append(f"register {address} {size_bytes}")
-        return True
 
     def unregister_host(self, address: int) -> None:
         self.log.append(f"unregister {address}")

@@ -19,6 +19,7 @@ from kvcellar.region.metadata import Counters
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.worker.attach import AttachOptions, attach, attach_scheduler
+from tests.fakes.simulated_device import SimulatedDevice
 from tests.support import region_reader
 from tests.support.ranks import CHUNK_BYTES, Ranks
 
@@ -117,7 +118,7 @@ def test_it_reads_session_slots_counters_and_marks(owned: OwnedRegion, volume: P
     scheduler = attach_scheduler(ID, world_size=1, options=options)
     region.add_counters(Direction.STORE, 1000, ok=True)
     region.add_counters(Direction.LOAD, 500, ok=False)
-    region.set_pinned(True)
+    assert region.pin(SimulatedDevice(seed=1))
     scheduler.report(Counters(lookup_hit=5, lookup_miss=6, lookup_pending=7, used_chunks=8))
     for chunk in (0, 7):
         region.mark_failed_store(chunk)

@@ -18,6 +18,9 @@ OWNER_BYTE = 0
 SLOT_BASE = 1 << 61
 """Slot `n` is the lock on byte SLOT_BASE + n of the data file, far behind its end."""
 
+PIN_BYTE = SLOT_BASE - 1
+"""Byte of the data file whose lock a rank holds while it registers its memory with the device driver."""
+
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
@@ -31,6 +34,11 @@ def try_lock(fd: int, byte: int) -> bool:
             return False
         raise
     return True
+
+
+def unlock(fd: int, byte: int) -> None:
+    """Give a lock back while its holder goes on. Only `PIN_BYTE` ever is; the others go with the process."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def is_locked(fd: int, byte: int) -> bool:

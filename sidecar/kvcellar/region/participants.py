@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvcellar.contract import EngineId
 from kvcellar.errors import DoesNotFit, KVCellarError, NotReady, RanksDisagree
 from kvcellar.region import making, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
@@ -62,6 +63,11 @@ class Participant:
         self._data_identity = making.identity(place.data_fd)
         self.session = session
         self.marks = FailureMarks(place.index_fd, session.geometry)
+
+    @property
+    def engine_id(self) -> EngineId:
+        """The region's name."""
+        return self._engine_id
 
     @property
     def geometry(self) -> Geometry:

@@ -33,17 +33,12 @@ from kvcellar.plugin.settings import EngineNames, Settings
 from kvcellar.region.geometry import Geometry, Layout, fold_rank
 from kvcellar.vllm.manager import METRICS, OffManager, RegionManager
 from kvcellar.vllm.worker import RegionWorker
-from kvcellar.worker.attach import (
-    AttachOptions,
-    Exchange,
-    attach,
-    attach_scheduler,
-    exchange_alone,
-)
+from kvcellar.worker.attach import AttachOptions, attach, attach_scheduler
 from kvcellar.worker.attached import Region
 from kvcellar.worker.devices import Device
 from kvcellar.worker.offload import CPUOffloadingWorker
 from kvcellar.worker.platforms import device_for, uses_region
+from kvcellar.worker.ranks import Exchange, exchange_alone
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +164,7 @@ class KVCellarOffloadingSpec(OffloadingSpec):
         region: Region | None = None
         num_chunks = self._private_chunks()
         if self._has_region:
-            region = self._attach()
+            region = self._attach(device)
             num_chunks = region.num_chunks if region else 0
         try:
             return CPUOffloadingWorker(
@@ -180,8 +175,8 @@ class KVCellarOffloadingSpec(OffloadingSpec):
                 region.close()
             raise
 
-    def _attach(self) -> Region | None:
-        """Attach together with the other ranks; None if there is no region and that is allowed."""
+    def _attach(self, device: Device) -> Region | None:
+        """Attach and pin together with the other ranks; None if there is no region and that is allowed."""
         engine = get_current_vllm_config_or_none()
         if engine is None:
             raise Unsupported(
@@ -194,19 +189,28 @@ class KVCellarOffloadingSpec(OffloadingSpec):
             core_pid, self._exchange(rank, engine.parallel_config), self._fingerprint(engine)
         )
         try:
-            return attach(
-                self._settings.engine_id,
-                self._chunk_bytes,
-                rank=rank,
-                world_size=self._world_size,
-                options=options,
-            )
+            return self._attach_and_pin(rank, options, device)
         except KVCellarError as error:
             if self._settings.on_failure is OnFailure.FAIL:
                 raise
             level = logging.WARNING if rank == 0 else logging.DEBUG
             logger.log(level, "rank %d is not attached to a region: %s", rank, error)
             return None
+
+    def _attach_and_pin(self, rank: int, options: AttachOptions, device: Device) -> Region:
+        region = attach(
+            self._settings.engine_id,
+            self._chunk_bytes,
+            rank=rank,
+            world_size=self._world_size,
+            options=options,
+        )
+        try:
+            region.pin(device)
+        except BaseException:
+            region.close()
+            raise
+        return region
 
     def _exchange(self, rank: int, parallel: ParallelConfig) -> Exchange:
         """The all-gather over the ranks of this engine, in rank order.
@@ -290,6 +294,7 @@ class KVCellarOffloadingSpec(OffloadingSpec):
             capacity_bytes=settings.cpu_bytes_to_use,
             timeout_s=settings.attach_timeout_s,
             exchange=exchange,
+            pin=settings.pin,
         )
 
 

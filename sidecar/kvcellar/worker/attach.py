@@ -23,6 +23,7 @@ from kvcellar.contract import (
     DEFAULT_ROOT,
     DIRECTORY_NAME,
     Owner,
+    Pin,
     Role,
     parse_engine_id,
 )
@@ -48,19 +49,12 @@ from kvcellar.region.participants import (
 )
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import reclaim_dead_engines, reclaim_loose
-from kvcellar.worker.attached import Region, SchedulerHandle, end_ownership
+from kvcellar.worker.attached import PinTerms, Region, SchedulerHandle, end_ownership
+from kvcellar.worker.ranks import Exchange, exchange_alone
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-
-Exchange = Callable[[object], list[object]]
-"""All-gather of one picklable object over the ranks of the engine; the result is in rank order."""
-
-
-def exchange_alone(mine: object) -> list[object]:
-    """The all-gather of an engine with one rank."""
-    return [mine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,7 @@ class AttachOptions:
         owner: who makes the region; with `ENGINE` rank 0 does, of `capacity_bytes`.
         timeout_s: how long to wait without progress.
         exchange: see `Exchange`; the default is for a single rank.
+        pin: whether `Region.pin` may register the region with the device driver.
     """
 
     directory: Path = Path(DEFAULT_ROOT) / DIRECTORY_NAME
@@ -86,6 +81,7 @@ class AttachOptions:
     capacity_bytes: int | None = None
     timeout_s: float = DEFAULT_ATTACH_TIMEOUT_S
     exchange: Exchange = exchange_alone
+    pin: Pin = Pin.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +219,8 @@ class _Attempt:
         if self._error is not None or self._participant is None:
             self._undo()
             raise self._error or NotReady(f"rank {self._rank} did not attach")
-        return Region(self._participant, self._mapping, self._rank, self._owned)
+        terms = PinTerms(self._options.pin, self._options.exchange)
+        return Region(self._participant, self._mapping, self._rank, self._owned, terms)
 
     def _seen(self) -> tuple[object, ...]:
         if self._participant is None:

@@ -6,17 +6,28 @@ Each is called by one thread, may be closed again, and does nothing in a forked 
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from kvcellar.contract import Direction
+from kvcellar.contract import Direction, Pin
 from kvcellar.errors import KVCellarError
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.mapping import Mapping
 from kvcellar.region.metadata import Counters
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.participants import Participant
+from kvcellar.worker.devices import Device
+from kvcellar.worker.pin import PinnedMemory, PinRequest, cut, pin_on_all_ranks
+from kvcellar.worker.ranks import Exchange, exchange_alone
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PinTerms:
+    """How a region may be pinned: whether at all (KVCELLAR_PIN), and with which ranks."""
+
+    wish: Pin = Pin.AUTO
+    exchange: Exchange = exchange_alone
 
 
 class Region:
@@ -32,11 +43,14 @@ class Region:
         mapping: Mapping | None,
         rank: int,
         owned: OwnedRegion | None,
+        terms: PinTerms,
     ) -> None:
         """Take over an attached participant; use `attach.attach`."""
         self._participant = participant
         self._mapping = mapping
         self._owned = owned
+        self._terms = terms
+        self._pinned: PinnedMemory | None = None
         self._counters = Counters()
         self._pid = os.getpid()
         self.rank = rank
@@ -94,12 +108,54 @@ class Region:
         """Tell the scheduler that the last store into `chunk` failed, before the store is reported done."""
         self._participant.marks.mark(self.rank, chunk)
 
-    def set_pinned(self, is_pinned: bool) -> None:
-        """Publish whether this rank's range is registered with the device driver."""
+    def pin(self, device: Device) -> bool:
+        """Register this rank's chunks with the device's driver, on all ranks or on none.
+
+        A collective call: every rank has to make it, once; a repeated one only answers. It does nothing
+        for a device that does not pin, and for a region without chunks, which are the same on all ranks.
+
+        Returns:
+            Whether the chunks are pinned.
+
+        Raises:
+            NotReady: some rank's part of the region cannot be read; so on all ranks.
+        """
+        if self._pinned is None and device.pins_host and self.base_address and self.num_chunks:
+            stride_bytes = self.geometry.chunk_stride_bytes
+            request = PinRequest(
+                name=str(self._participant.engine_id),
+                rank=self.rank,
+                pieces=cut(self.base_address, stride_bytes, self.num_chunks),
+                wish=self._terms.wish,
+                lock_fd=self._participant.data_fd,
+                exchange=self._terms.exchange,
+            )
+            self._pinned = pin_on_all_ranks(device, request)
+            self._publish_pinned()
+        return self._pinned is not None and self._pinned.size_bytes > 0
+
+    def unpin(self) -> None:
+        """Undo `pin`, once no copy runs any more. A second call does nothing.
+
+        Raises:
+            TransferFailed: the driver refused a piece; the others are undone all the same.
+        """
+        if self._pinned is None or os.getpid() != self._pid:
+            return
+        try:
+            self._pinned.close()
+        finally:
+            self._publish_pinned()
+
+    def _publish_pinned(self) -> None:
+        is_pinned = self._pinned is not None and self._pinned.size_bytes > 0
         self._participant.report(self._counters, pinned=is_pinned)
 
     def close(self) -> None:
-        """Unmap, leave the slot, and end an owned region with its names. Safe to call again, or in a child."""
+        """Unmap, leave the slot, and end an owned region with its names; `unpin` comes before.
+
+        Safe to call again, or in a child.
+        """
         if os.getpid() != self._pid:
             return
         if self._mapping is not None:

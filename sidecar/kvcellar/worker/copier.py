@@ -9,7 +9,9 @@ A transfer goes through these states, in this order only:
 - *reported*: `poll` handed out the result. Its events are used again, its arrays are let go.
 
 Invariants: a copier has one stream, never the compute stream; results come in the order of `submit`;
-the descriptor arrays of a transfer live until its end event is reached. One thread calls a copier.
+the descriptor arrays of a transfer live until its end event is reached; of a transfer that is settled
+no copy runs any more, failed or not, since its blocks and chunks go to others then. One thread calls a
+copier.
 
 This module must not know chunks, regions, torch or vLLM.
 """
@@ -53,8 +55,8 @@ class _Transfer:
     job_id: int
     plan: CopyPlan
     retries_left: int
-    events: list[Event] = field(default_factory=list)  # fence, start, end
-    end: Event | None = None  # None: nothing of it is on the stream
+    events: list[Event] = field(default_factory=list)  # start, end
+    end: Event | None = None  # None: nothing of it is on the stream, or nobody can say when it ends
     error: str = ""  # why it could not be queued
     result: Finished | None = None
 
@@ -75,6 +77,8 @@ class Copier:
         self._device = device
         self._direction = direction
         self._stream: Stream | None = None
+        # One for all transfers: a stream waits for an event as it was recorded at that moment.
+        self._fence: Event | None = None
         self._queue: deque[_Transfer] = deque()
         self._by_job: dict[int, _Transfer] = {}
         self._free_events: list[Event] = []
@@ -130,6 +134,8 @@ class Copier:
         with ExitStack() as release:  # in reverse order: drain, events, stream
             if self._stream is not None:
                 release.callback(self._device.destroy_stream, self._stream)
+            if self._fence is not None:
+                release.callback(self._device.destroy_event, self._fence)
             for event in self._free_events:
                 release.callback(self._device.destroy_event, event)
             for transfer in self._queue:
@@ -159,13 +165,15 @@ class Copier:
         device = self._device
         if self._stream is None:
             self._stream = device.new_stream()
-        while len(transfer.events) < 3:
+        if self._fence is None:
+            self._fence = device.new_event(is_timed=False)
+        while len(transfer.events) < 2:
             transfer.events.append(
                 self._free_events.pop() if self._free_events else device.new_event()
             )
-        fence, start, end = transfer.events
-        device.record(fence, device.current_stream())
-        device.wait_event(self._stream, fence)
+        start, end = transfer.events
+        device.record(self._fence, device.current_stream())
+        device.wait_event(self._stream, self._fence)
         device.record(start, self._stream)
         try:
             self._copy(transfer.plan, self._stream)
@@ -203,7 +211,7 @@ class Copier:
             if transfer.end is not None:
                 if not is_reached(transfer.end):
                     return False
-                seconds = self._device.elapsed_s(transfer.events[1], transfer.end)
+                seconds = self._device.elapsed_s(transfer.events[0], transfer.end)
         except TransferFailed as failure:
             error = error or str(failure)
         if not error:
@@ -214,5 +222,16 @@ class Copier:
             logger.warning("%s job %d is tried again: %s", self._direction, transfer.job_id, error)
             self._enqueue(transfer)
         else:
+            self._drain()
             transfer.result = Finished(transfer.job_id, False, 0, 0.0, error)
         return True
+
+    def _drain(self) -> None:
+        """Wait for everything: after an error nobody can say which of the copies still run.
+
+        If that fails as well the device is broken, and so is whatever the engine would do with it next.
+        """
+        try:
+            self._device.synchronize_all()
+        except TransferFailed as error:
+            logger.error("%s copies could not be waited for: %s", self._direction, error)  # noqa: TRY400

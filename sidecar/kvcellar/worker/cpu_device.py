@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,8 @@ class _CpuStream:
 class CpuDevice:
     """The CPU as a device: copies between buffers of host memory, one thread a stream."""
 
+    pins_host: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._handles: Iterator[int] = count(1)
         self._streams: dict[Stream, _CpuStream] = {}
@@ -113,8 +115,9 @@ class CpuDevice:
         """A stream without work: what the engine computed on the CPU is done."""
         return _COMPUTE_STREAM
 
-    def new_event(self) -> Event:
-        """Make an event."""
+    def new_event(self, *, is_timed: bool = True) -> Event:
+        """Make an event; all of them are timed."""
+        del is_timed
         event = Event(next(self._handles))
         self._events[event] = _CpuEvent()
         return event
@@ -169,10 +172,9 @@ class CpuDevice:
         del direction
         self._streams[stream].enqueue(partial(self._copy, dst, src, sizes))
 
-    def register_host(self, address: int, size_bytes: int) -> bool:
+    def register_host(self, address: int, size_bytes: int) -> None:
         """Nothing to pin: a CPU reads all memory alike."""
         del address, size_bytes
-        return False
 
     def unregister_host(self, address: int) -> None:
         """Nothing was pinned."""

@@ -32,6 +32,11 @@ class Device(Protocol):
     event raise, each time, until it is recorded again.
     """
 
+    @property
+    def pins_host(self) -> bool:
+        """Whether copies are faster from and to registered host memory."""
+        ...
+
     def new_stream(self) -> Stream:
         """Make a stream. It is never the default stream, and does not wait for it."""
         ...
@@ -44,8 +49,11 @@ class Device(Protocol):
         """The stream that the engine computes on at this moment."""
         ...
 
-    def new_event(self) -> Event:
-        """Make an event. One that was never recorded counts as reached."""
+    def new_event(self, *, is_timed: bool = True) -> Event:
+        """Make an event. One that was never recorded counts as reached.
+
+        Only events that are timed may be given to `elapsed_s`.
+        """
         ...
 
     def destroy_event(self, event: Event) -> None:
@@ -57,7 +65,7 @@ class Device(Protocol):
         ...
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Make work queued later on `stream` wait for `event`. Does not block."""
+        """Make work queued later on `stream` wait for `event`, as it is recorded now. Does not block."""
         ...
 
     def query(self, event: Event) -> bool:
@@ -89,8 +97,8 @@ class Device(Protocol):
         """
         ...
 
-    def register_host(self, address: int, size_bytes: int) -> bool:
-        """Pin host memory for direct access; whether it is pinned now. It may take seconds."""
+    def register_host(self, address: int, size_bytes: int) -> None:
+        """Pin host memory for direct access. It may take seconds. Only for a device that `pins_host`."""
         ...
 
     def unregister_host(self, address: int) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from kvcellar.contract import Direction
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionMismatch
 from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.worker import pin
 from kvcellar.worker.chunk_layout import ChunkLayout, HostChunks, TensorRef
 from kvcellar.worker.copier import Copier, Finished
 from kvcellar.worker.devices import Device
@@ -66,6 +67,14 @@ class HostRegion(Protocol):
         """Tell the scheduler that a chunk does not hold what its key says."""
         ...
 
+    def pin(self, device: Device) -> bool:
+        """Register the chunks with the device's driver, on all ranks or on none; whether they are."""
+        ...
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        ...
+
     def close(self) -> None:
         """Detach from the region."""
         ...
@@ -79,13 +88,16 @@ class CPUOffloadingWorker:
         blocks_per_chunk: blocks of every tensor in a chunk.
         num_cpu_chunks: chunks to use; 0 means that there is no host tier.
         region: where the chunks are; from here on it is the worker's own, which closes it, unless this
-            raises. Without one the worker allocates private memory of exactly this many chunks.
+            raises. It is pinned here if that was not tried before (`Region.pin`, a collective call).
+            Without one the worker allocates private memory of exactly this many chunks.
         device: makes the copies; by default the one that the tensors are on. It becomes the worker's.
 
     Raises:
         ConfigurationError: a layout that cannot be offloaded, or memory that cannot be had.
         RegionMismatch: the region was laid out for fewer or smaller chunks.
         Unsupported: the tensors are on a device that kvcellar cannot copy from.
+        NotReady: some rank cannot read its part of the region.
+        TransferFailed: the driver of the device gave an error.
     """
 
     def __init__(
@@ -126,6 +138,8 @@ class CPUOffloadingWorker:
         self._chunks_of_store: dict[int, IdArray] = {}
         self._settled: list[Finished] = []  # results of jobs that no copier has seen
         self._is_shut_down = False
+        if region is not None:
+            region.pin(self._device)
 
     def submit_store(
         self,
@@ -206,7 +220,7 @@ class CPUOffloadingWorker:
         self._loads.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Drain the stores, then the loads, then let go of device, region and private memory.
+        """Drain the stores, then the loads, then unpin and let go of device, region and private memory.
 
         Blocks until no copy runs. An error is logged and the rest is released all the same. A second
         call does nothing.
@@ -222,6 +236,8 @@ class CPUOffloadingWorker:
             if not all(is_drained):
                 # The memory must not go while something may still be copying to it.
                 _try("wait for the device", self._device.synchronize_all)
+            if self._region is not None:
+                _try("unpin the region", self._region.unpin)
             _try("close the device", self._device.close)
         finally:
             self._kv_caches = None
@@ -309,7 +325,10 @@ def _region_chunks(region: HostRegion, layout: ChunkLayout, num_chunks: int) -> 
             f"{geometry.num_chunks} chunks of {geometry.chunk_bytes} bytes a rank: the engine computed "
             "its chunks from other KV cache sizes than the rank that laid the region out"
         )
-    return HostChunks(region.base_address, geometry.chunk_stride_bytes, num_chunks)
+    stride_bytes = geometry.chunk_stride_bytes
+    return HostChunks(
+        region.base_address, stride_bytes, num_chunks, pin.chunks_per_piece(stride_bytes)
+    )
 
 
 def _allocate(size_bytes: int) -> mmap.mmap | None:
