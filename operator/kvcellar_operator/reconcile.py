@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvcellar.contract import ANNOTATION_DESIRED
+from kvcellar.contract import ANNOTATION_DESIRED, RegionState
 from kvcellar_operator import regions
 from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound, Unreachable
 from kvcellar_operator.config import ControllerSettings
@@ -42,6 +42,9 @@ _GONE_S = 15.0
 """A pod that is gone takes its regions with it; what is left of them after this is told so."""
 
 
+_BEGINNING = (RegionState.PLANNED, RegionState.RESERVING)
+
+
 class Reconciler:
     """Visits pods; `visit` is what the poll loop calls."""
 
@@ -62,6 +65,7 @@ class Reconciler:
         self._settings = settings
         self._written_s: dict[Key, float] = {}
         self._missing_s: dict[Key, float] = {}
+        self._answered: set[Key] = set()
 
     async def visit(self, key: Key) -> float | None:
         """Look at a pod; returns the seconds until the next look, or None if only a change matters."""
@@ -182,11 +186,10 @@ class Reconciler:
     async def _keep(self, pod: PodView, body: JsonObject, heard: Heard | Silence) -> None:
         """Tell what happened, then write the status that says so."""
         previous: JsonObject = body.get("status") or {}
-        if isinstance(heard, Silence) and heard.why is Why.POD_PENDING and not previous:
-            # Nothing is known yet; the first answer saves a write.
+        key = Key(body["metadata"]["namespace"], body["metadata"]["name"])
+        if not previous and self._can_wait(key, heard):
             return
         seen = observe(pod, heard, body, timestamp(time.time()))
-        key = Key(body["metadata"]["namespace"], body["metadata"]["name"])
         since_s = time.monotonic() - self._written_s.get(key, float("-inf"))
         if not is_due(previous, seen.status, since_s, self._settings.small_change_s):
             return
@@ -196,6 +199,15 @@ class Reconciler:
                 Occurrence(subject, each.type, each.told, each.message, each.mark)
             )
         await self._write_status(key, body, merge_patch(previous, seen.status))
+
+    def _can_wait(self, key: Key, heard: Heard | Silence) -> bool:
+        """Whether a first status can wait for the next look, which often saves a write."""
+        if isinstance(heard, Silence):
+            return heard.why is Why.POD_PENDING
+        is_first = key not in self._answered
+        self._answered.add(key)
+        # Most regions are reserved before the next look.
+        return is_first and heard.region.state in _BEGINNING
 
     async def _write_status(self, key: Key, body: JsonObject, patch: JsonObject) -> None:
         metadata = {
@@ -238,6 +250,7 @@ class Reconciler:
     def forget_region(self, key: Key) -> None:
         """An object is gone."""
         self._written_s.pop(key, None)
+        self._answered.discard(key)
 
 
 def _is_reachable(body: JsonObject) -> bool:

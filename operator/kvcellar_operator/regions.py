@@ -1,10 +1,18 @@
 """The OffloadRegion object as the controller makes it, and what it relays of the wishes in it. Pure."""
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvcellar.contract import API_GROUP, API_VERSION, LABEL_PROFILE, REGION_KIND, REGION_PLURAL
+from kvcellar.contract import (
+    API_GROUP,
+    API_VERSION,
+    LABEL_PROFILE,
+    REGION_KIND,
+    REGION_PLURAL,
+    DesiredRegion,
+    DesiredState,
+    desired_text,
+)
 from kvcellar_operator.engines import region_object_name
 from kvcellar_operator.events import Subject
 from kvcellar_operator.objects import JsonObject
@@ -97,12 +105,8 @@ def desired(pod: PodView, regions: Iterable[Mapping[str, Any]]) -> str | None:
     wishes = {}
     for body in regions:
         spec = body.get("spec") or {}
-        wish = {name: spec[name] for name in _WISHES if name in spec}
-        if wish:
+        if any(name in spec for name in _WISHES):
             generation = body["metadata"].get("generation", 1)
-            wishes[spec["engineID"]] = {"generation": generation, **wish}
-    if not wishes:
-        return None
-    return json.dumps(
-        {"podUID": pod.uid, "regions": dict(sorted(wishes.items()))}, separators=(",", ":")
-    )
+            wish = {name: spec.get(name) for name in _WISHES}
+            wishes[spec["engineID"]] = DesiredRegion(generation, **wish)
+    return desired_text(DesiredState(pod.uid, wishes)) if wishes else None

@@ -55,7 +55,8 @@ def of_region(pod: PodView, region: RegionBody) -> JsonObject:
         "engineStarts": region.engineStarts,
         "capacityBytes": region.capacityBytes,
         "reservedBytes": region.reservedBytes,
-        "residentBytes": region.settledBytes,
+        # A page of a tmpfs that is promised is there: the sidecar's metric of this name says the same.
+        "residentBytes": region.reservedBytes,
         "usedBytes": region.usedBytes,
         "hugePageBytes": region.hugePageBytes,
         "unusedTailBytes": region.unusedTailBytes,

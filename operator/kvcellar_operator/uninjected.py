@@ -6,6 +6,7 @@ object as well, since somebody who looks for the region finds none: the webhook 
 webhook knew no capacity.
 """
 
+from kvcellar_operator.explain import parse_skipped
 from kvcellar_operator.heard import Silence
 from kvcellar_operator.podview import PodView
 from kvcellar_operator.reasons import Reason
@@ -27,6 +28,6 @@ def silence_of(pod: PodView) -> Silence | None:
     if not pod.skipped:
         return Silence(Why.NOT_INJECTED, NOT_INJECTED)
     # The annotation is anybody's to write; what is no reason of ours is none.
-    if pod.skipped.partition(":")[0] in tuple(_NO_CAPACITY):
+    if parse_skipped(pod.skipped)[0] in _NO_CAPACITY:
         return Silence(Why.CAPACITY_UNKNOWN, pod.skipped)
     return None
