@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvcellar.demo.client import Engine, Part
-from kvcellar.demo.engine_config import KV_TRANSFER, VLLM_LEFT_BYTES, EngineConfig
+from kvcellar.demo.engine_config import (
+    KV_TRANSFER,
+    VLLM_LEFT_BYTES,
+    VLLM_SHM_BYTES,
+    EngineConfig,
+)
 from kvcellar.demo.measure import region_bytes
 from kvcellar.demo.models import ModelKind, random_prompt, write_checkpoint
 from kvcellar.demo.sandbox import SHM, Sandbox
@@ -40,7 +45,8 @@ def _kill_and_restart(folder: Path, parts: list[Part], seed: int) -> None:
     """Start, kill at a random moment of a load and store mix, check; once more for each part."""
     rng = random.Random(seed)
     write_checkpoint(ModelKind.LLAMA, folder / "model")
-    with Sandbox.open(CAPACITY_BYTES + (272 << 20) + len(parts) * VLLM_LEFT_BYTES) as sandbox:
+    left_bytes = len(parts) * VLLM_LEFT_BYTES
+    with Sandbox.open(CAPACITY_BYTES + VLLM_SHM_BYTES + left_bytes) as sandbox:
         sidecar = Sidecar.start(
             sandbox, folder / "sidecar.log", "killed", str(CAPACITY_BYTES), SIDECAR_PYTHON
         )

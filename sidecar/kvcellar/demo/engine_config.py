@@ -31,6 +31,9 @@ KV_TRANSFER: dict[str, Any] = {
 }
 """What a user gives vLLM as `--kv-transfer-config` (docs/how-to/use-with-vllm.md)."""
 
+VLLM_SHM_BYTES = 272 << 20
+"""For vLLM's own message queues: 0.32 wants to find 240 MiB free in /dev/shm; and some to spare."""
+
 VLLM_LEFT_BYTES = 16 << 20
 """What one SIGKILL may leave of vLLM's own message queues in /dev/shm (its files, not ours)."""
 

@@ -10,7 +10,12 @@ from kvcellar.contract import EngineId
 from kvcellar.demo import measure
 from kvcellar.demo.answers import Started
 from kvcellar.demo.client import Engine, Part
-from kvcellar.demo.engine_config import KV_TRANSFER, VLLM_LEFT_BYTES, EngineConfig
+from kvcellar.demo.engine_config import (
+    KV_TRANSFER,
+    VLLM_LEFT_BYTES,
+    VLLM_SHM_BYTES,
+    EngineConfig,
+)
 from kvcellar.demo.models import TRAITS, ModelKind, random_prompt, write_checkpoint
 from kvcellar.demo.passes import Pass
 from kvcellar.demo.report import Report, mib
@@ -20,8 +25,7 @@ from kvcellar.errors import KVCellarError
 
 ENGINE_ID = EngineId("demo")
 CAPACITY_BYTES = 80 << 20
-SHM_BYTES = 352 << 20
-"""The region, and the 240 MiB that vLLM 0.32 wants to find free in /dev/shm for its message queues."""
+SHM_BYTES = CAPACITY_BYTES + VLLM_SHM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
