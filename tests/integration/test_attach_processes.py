@@ -471,28 +471,38 @@ def test_attach_never_makes_a_second_region(
         scheduler.hear()
 
 
-@pytest.mark.parametrize("suffix", ["data", "index"])
-@pytest.mark.parametrize("plant", ["gone", "symlink", "hard link", "replaced", "fifo", "cut"])
-def test_attach_refuses_files_that_are_not_the_owners(
-    region: OwnedRegion, volume: Path, starts: Starts, suffix: str, plant: str
-) -> None:
-    name = {"data": data_name, "index": index_name}[suffix](ID, region.owner.nonce)
-    path = volume / "kvcellar" / name
-    saved = volume / "saved"
-    match plant:
+def _plant(what: str, path: Path, saved: Path) -> None:
+    """Put something else in a file's place, or change what it has; `saved` is a free name."""
+    match what:
         case "hard link":
             os.link(path, saved)
         case "cut":
             os.truncate(path, 4096)
+        case "punched":
+            size = path.stat().st_size
+            os.truncate(path, 0)
+            os.truncate(path, size)
         case _:
             path.rename(saved)
-    if plant == "symlink":
+    if what == "symlink":
         path.symlink_to(saved)
-    elif plant == "replaced":
+    elif what == "replaced":
         path.write_bytes(b"x")
-    elif plant == "fifo":
+    elif what == "fifo":
         os.mkfifo(path)
-    if suffix == "index" and plant in ("cut", "replaced"):
+
+
+@pytest.mark.parametrize("suffix", ["data", "index"])
+@pytest.mark.parametrize(
+    "plant", ["gone", "symlink", "hard link", "replaced", "fifo", "cut", "punched"]
+)
+def test_attach_refuses_files_that_are_not_the_owners(
+    region: OwnedRegion, volume: Path, starts: Starts, suffix: str, plant: str
+) -> None:
+    name = {"data": data_name, "index": index_name}[suffix](ID, region.owner.nonce)
+    saved = volume / "saved"
+    _plant(plant, volume / "kvcellar" / name, saved)
+    if suffix == "index" and plant in ("cut", "punched", "replaced"):
         starts().attached()  # rank 0 lays it out anew
         return
     outcomes = starts(timeout_s=0.3).outcomes()

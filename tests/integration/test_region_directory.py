@@ -236,8 +236,30 @@ def test_an_engine_outside_the_group_is_told_what_to_change(
         RegionDirectory.open(Path("kvcellar")).open_file(meta_name(ID))
         return "open"
 
-    with pytest.raises(ConfigurationError, match="one group"):
+    told = (
+        "by uid 65534, gid 65534: it belongs to uid 0, gid 0 and has mode 660; "
+        "run this process as uid 0 or in group 0"
+    )
+    with pytest.raises(ConfigurationError, match=told):
         as_nobody(fork, volume, attach)
+
+
+@needs_root
+@pytest.mark.parametrize("shut", ["kvcellar", "."])
+def test_a_directory_that_may_not_be_opened_is_not_called_a_link(
+    directory: RegionDirectory, volume: Path, fork: Fork, shut: str
+) -> None:
+    (volume / shut).chmod(0o700)
+
+    def look() -> object:
+        return RegionDirectory.open(Path("kvcellar"))
+
+    told = "may not be opened by uid 65534, gid 65534"
+    with pytest.raises(ConfigurationError, match=told) as refusal:
+        as_nobody(fork, volume, look)
+    assert "link" not in str(refusal.value)
+    assert "runAsUser" in str(refusal.value)
+    assert directory.is_there()
 
 
 # --- the big lock
@@ -460,6 +482,75 @@ def test_an_unheld_region_is_reclaimed_and_others_are_not(directory: RegionDirec
     assert directory.names() == []
     with pytest.raises(FileNotFoundError):
         reclaim_unheld(directory, ID)
+
+
+@pytest.mark.parametrize("suffix", ["meta", "data"])
+def test_a_region_with_a_second_name_is_told_and_never_removed(
+    directory: RegionDirectory, volume: Path, suffix: str
+) -> None:
+    region = make(directory)
+    name = {"meta": meta_name(ID), "data": data_name(ID, region.owner.nonce)}[suffix]
+    region.close()
+    os.link(directory.path / name, volume / "second")
+    names = directory.names()
+    found = survey(directory).regions[0]
+    assert f"{name} has more than one name" in found.error
+    with pytest.raises(RegionMismatch, match="more than one name"):
+        reclaim_unheld(directory, ID)
+    assert directory.names() == names
+    (volume / "second").unlink()
+    assert survey(directory).regions[0].error == ""
+    reclaim_unheld(directory, ID)
+    assert directory.names() == []
+
+
+def test_a_loose_part_whose_data_file_has_a_second_name_stays(
+    directory: RegionDirectory, volume: Path
+) -> None:
+    data, index = (f"c.0123456789abcdef.{suffix}" for suffix in ("data", "index"))
+    for name in (data, index):
+        (directory.path / name).touch()
+    os.link(directory.path / data, volume / "second")
+    assert reclaim_loose(directory) == []
+    found = {loose.name: loose for loose in survey(directory).loose}
+    assert (found[data].kind, found[data].error) == (
+        LooseKind.FOREIGN,
+        f"{data} has more than one name",
+    )
+    assert "more than one name" in found[index].error
+    (volume / "second").unlink()
+    assert len(reclaim_loose(directory)) == 2
+
+
+@needs_root
+def test_a_region_whose_data_file_may_not_be_opened_is_not_called_unheld(
+    directory: RegionDirectory, volume: Path, fork: Fork
+) -> None:
+    region = make(directory)
+    region.close()
+    (directory.path / data_name(ID, region.owner.nonce)).chmod(0o600)
+    (directory.path / meta_name(ID)).chmod(0o666)
+    directory.path.chmod(0o2777)
+
+    def clean() -> object:
+        with pytest.raises(ConfigurationError, match="may not be opened by uid 65534"):
+            reclaim_unheld(RegionDirectory.open(Path("kvcellar")), ID)
+        return survey(RegionDirectory.open(Path("kvcellar"))).regions[0].error
+
+    assert "may not be opened by uid 65534" in str(as_nobody(fork, volume, clean))
+    assert len(directory.names()) == 3
+
+
+def test_a_survey_tells_what_a_region_has_lost(directory: RegionDirectory) -> None:
+    region = make(directory)
+    path = directory.path / data_name(ID, region.owner.nonce)
+    assert survey(directory).regions[0].damage == ""
+    os.truncate(path, 0)
+    os.truncate(path, 4 * MIB)
+    assert "(0 of them reserved)" in survey(directory).regions[0].damage
+    path.unlink()
+    assert "removed by another process" in survey(directory).regions[0].damage
+    region.close()
 
 
 def test_a_region_with_an_unreadable_page_is_left_whole(directory: RegionDirectory) -> None:

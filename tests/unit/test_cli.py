@@ -15,7 +15,7 @@ from kvcellar import __version__, cli, contract
 from kvcellar.cli import client, wait
 from kvcellar.cli.client import Answer, SidecarClient
 from kvcellar.contract import OnFailure, RegionState, StartGate
-from kvcellar.errors import DoesNotFit, MetadataDamaged, NotReady
+from kvcellar.errors import DoesNotFit, KVCellarError, MetadataDamaged, NotReady
 
 PLAN = {"fits": True, "askedBytes": 9, "freeBytes": 10, "bindingLimit": "tmpfs", "limits": []}
 REFUSED = {**PLAN, "fits": False, "freeBytes": 8}
@@ -302,3 +302,45 @@ def test_importing_the_command_line_imports_no_web_stack() -> None:
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+ODD = "\x1b[2J\r\nkvcellar: all is well\x07"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"), [(["status"], 0), (["wait", "--for", "reserved", "--timeout", "0"], 6)]
+)
+def test_what_a_server_says_does_not_move_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    status: int,
+) -> None:
+    region = {**REGION, "engineId": ODD, "state": ODD, "reason": ODD}
+    answers = {"/v1/regions": {"regions": [region]}, "/v1/plan": {}, "/startupz": {}}
+    monkeypatch.setattr(
+        SidecarClient, "get", lambda _, path: Answer(200, json.dumps(answers[path]))
+    )
+    assert cli.main(command) == status
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert "\\x1b[2J\\r\\n" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert not any(line.startswith("kvcellar: all is well") for line in text.split("\n"))
+
+
+def test_a_reason_for_a_shut_gate_does_not_move_the_terminal() -> None:
+    assert Answer(503, json.dumps({"detail": ODD})).detail.isprintable()
+    assert Answer(503, "\x1b]0;title\x07").detail == "\\x1b]0;title\\x07"
+
+
+def test_the_lines_of_an_error_stay_lines_and_nothing_else_moves_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> int:
+        raise KVCellarError("it ends with its log:\none \x1b[31mline\ranother")
+
+    monkeypatch.setattr("kvcellar.cli.status.run", fail)
+    assert cli.main(["status"]) == 1
+    said = capsys.readouterr().err
+    assert said == "kvcellar: it ends with its log:\none \\x1b[31mline\\ranother\n"

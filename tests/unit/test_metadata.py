@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.contract import Mode, Owner, RegionState, Role
+from kvcellar.contract import Mode, Owner, RegionState, Role, printable
 from kvcellar.errors import MetadataDamaged
 from kvcellar.region import frame, metadata, metafile
 from kvcellar.region.frame import META_BYTES, Section
@@ -32,7 +32,7 @@ owners = st.builds(
     state=st.sampled_from(
         [RegionState.RESERVING, RegionState.RESERVED, RegionState.READY, RegionState.FAILED]
     ),
-    reason=st.text(max_size=120),
+    reason=st.text(max_size=120).map(metadata.fit_reason),
     mode=st.sampled_from(Mode),
     capacity_bytes=st.integers(1, 2**40).map(lambda n: n * HUGE_PAGE_BYTES),
     page_bytes=st.sampled_from([4096, 16384, 65536]),
@@ -123,16 +123,24 @@ def test_a_slot_row_is_read_as_it_was_written(row: SlotRow) -> None:
 @given(st.text(max_size=600))
 def test_a_long_reason_is_cut_between_characters(reason: str) -> None:
     read = metadata.unpack_owner(metadata.pack_owner(replace(OWNER, reason=reason))).reason
-    assert reason.startswith(read)
+    shown = printable(reason)
+    assert shown.startswith(read)
     assert len(read.encode()) <= 512
-    assert read == reason or len(read.encode()) > 512 - 4
+    assert read == shown or len(read.encode()) > 512 - 4
     assert metadata.fit_reason(reason) == read
+
+
+def test_a_reason_that_another_owner_wrote_moves_no_terminal() -> None:
+    raw = metadata.pack_owner(replace(OWNER, reason="QQQQQQQQ is red"))
+    read = metadata.unpack_owner(raw.replace(b"QQQQQQQQ", b"\x1b[31m\r\n\x07")).reason
+    assert read == r"\x1b[31m\r\n\x07 is red"
+    assert metadata.fit_reason("\x1b[31m\r\n\x07 is red") == metadata.fit_reason(read) == read
 
 
 def test_a_reason_with_bytes_that_are_no_text_is_written_readably() -> None:
     reason = os.fsdecode(b"cannot open /dev/shm/\xff")
     read = metadata.unpack_owner(metadata.pack_owner(replace(OWNER, reason=reason))).reason
-    assert read == metadata.fit_reason(reason) == "cannot open /dev/shm/?"
+    assert read == metadata.fit_reason(reason) == r"cannot open /dev/shm/\udcff"
 
 
 def test_sections_neither_overlap_nor_leave_the_page() -> None:

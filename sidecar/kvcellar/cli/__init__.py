@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from kvcellar import __version__
-from kvcellar.contract import StartGate
+from kvcellar.contract import StartGate, printable
 from kvcellar.errors import KVCellarError, Unsupported
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -31,24 +31,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run(given)
         sys.stdout.flush()
     except KVCellarError as error:
-        sys.stderr.write(f"kvcellar: {error}\n")
+        _say(str(error))
         return error.exit_status
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("kvcellar"):
             raise
-        sys.stderr.write(
-            f"kvcellar: {error.name} is not installed: pip install 'kvcellar[cli]' brings it\n"
-        )
+        _say(f"{error.name} is not installed: pip install 'kvcellar[cli]' brings it")
         return Unsupported.exit_status
     except BrokenPipeError:  # whoever read the answer has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        sys.stderr.write(f"kvcellar: {error}\n")
+        _say(str(error))
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status
+
+
+def _say(error: str) -> None:
+    """Write an error; what is no line end may come from elsewhere, and must not move the terminal."""
+    sys.stderr.write("\n".join(map(printable, f"kvcellar: {error}".split("\n"))) + "\n")
 
 
 def _run(given: list[str]) -> int:

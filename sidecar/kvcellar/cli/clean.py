@@ -1,17 +1,12 @@
 """`kvcellar clean`: remove regions and files that nobody owns or holds, and say what was left and why."""
 
-import os
 import sys
 
+from kvcellar.contract import printable
 from kvcellar.daemon.config import Settings
-from kvcellar.errors import (
-    ConfigurationError,
-    MetadataDamaged,
-    NotReady,
-    RegionHeld,
-    RegionMismatch,
-)
+from kvcellar.errors import ConfigurationError, NotReady, RegionHeld, RegionMismatch
 from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.permissions import not_permitted
 from kvcellar.region.survey import (
     FoundRegion,
     LooseFile,
@@ -43,7 +38,7 @@ def run(*, is_dry: bool) -> int:
         return _Cleaner(directory, is_dry).clean()
     except PermissionError as error:
         raise ConfigurationError(
-            f"{path} may not be cleaned by uid {os.geteuid()}: run the command as the uid of its sidecar"
+            not_permitted(path, "cleaned", "run the command as uid {uid}, as its sidecar does")
         ) from error
     finally:
         directory.close()
@@ -63,9 +58,11 @@ class _Cleaner:
         damage = [self._clean_region(region) for region in found.regions]
         self._clean_loose(found)
         if any(damage):
-            raise MetadataDamaged(next(text for text in damage if text))
+            raise RegionMismatch(next(text for text in damage if text))
         if self._kept and not self._removed:
-            raise RegionHeld(f"nothing was removed: all {self._kept} found are owned or held")
+            raise RegionHeld(
+                f"nothing was removed: all {self._kept} found are owned or held, or not as kvcellar made them"
+            )
         if not self._removed:
             sys.stdout.write("nothing to remove\n")
         return 0
@@ -73,7 +70,7 @@ class _Cleaner:
     def _clean_region(self, region: FoundRegion) -> str:
         """Remove a region, or say why not; returns what is damaged."""
         name = meta_name(region.engine_id)
-        if region.contents is None:
+        if region.error:
             self._say("kept", name, region.reserved_bytes, region.error)
             return region.error
         if region.is_owned or region.held:
@@ -99,9 +96,10 @@ class _Cleaner:
         for loose in gone:
             self._say("removed", loose.name, loose.size_bytes, "no metadata page names it")
         names = {loose.name for loose in gone}
-        for loose in parts:
-            if loose.name not in names:
-                self._say("kept", loose.name, loose.size_bytes, "a process of an engine holds it")
+        for loose in found.loose:
+            if loose.error or (loose.kind is LooseKind.PART and loose.name not in names):
+                reason = loose.error or "a process of an engine holds it"
+                self._say("kept", loose.name, loose.size_bytes, reason)
 
     def _say(self, action: str, name: str, size_bytes: int, reason: str) -> None:
         if action == "removed":
@@ -109,4 +107,5 @@ class _Cleaner:
         else:
             self._kept += 1
         would = "would be " if self._is_dry else ""
-        sys.stdout.write(f"{would}{action}  {name}  {size_bytes} bytes  {reason}\n")
+        line = f"{would}{action}  {name}  {size_bytes} bytes  {reason}"
+        sys.stdout.write(printable(line) + "\n")

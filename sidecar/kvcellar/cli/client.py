@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvcellar.contract import printable
+
 _TIMEOUT_S = 2.0
 _MAX_BODY_BYTES = 16 * 2**20
 """Far above what 64 regions need; a longer body is no sidecar's."""
@@ -48,9 +50,9 @@ class Answer:
 
     @property
     def detail(self) -> str:
-        """The sentence of a problem body, or the body itself; never empty."""
+        """The sentence of a problem body, or the body itself, for a terminal; never empty."""
         said = str(self.json().get("detail", self.text.strip()[:1000]))
-        return said or f"it answers with status {self.status} and no reason"
+        return printable(said) or f"it answers with status {self.status} and no reason"
 
 
 def _is_region(listed: object) -> bool:

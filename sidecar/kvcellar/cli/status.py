@@ -5,14 +5,15 @@ import sys
 from typing import Any
 
 from kvcellar.cli.client import SidecarClient
-from kvcellar.contract import RegionsBody, to_json
+from kvcellar.contract import RegionsBody, printable, to_json
 from kvcellar.daemon import orphans
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.status import Status, found_view
-from kvcellar.errors import MetadataDamaged, NotReady
+from kvcellar.errors import ConfigurationError, NotReady, RegionMismatch
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.memory import read_limits
 from kvcellar.region.metadata import Counters
+from kvcellar.region.permissions import not_permitted
 from kvcellar.region.survey import survey
 
 _COLUMNS = ("ENGINE", "STATE", "CAPACITY", "RESERVED", "SETTLED", "USED", "ATTACHED", "GENERATION")
@@ -23,7 +24,8 @@ def run(*, as_json: bool) -> int:
 
     Raises:
         NotReady: no sidecar answers and there is no directory.
-        MetadataDamaged: a page cannot be read; everything was printed before.
+        ConfigurationError: this process may not look at what lies in the directory.
+        RegionMismatch: a page cannot be read, or a data file is not ours; everything was printed before.
     """
     settings = Settings.load()
     answer = SidecarClient(settings.client_host, settings.http_port).get("/v1/regions")
@@ -38,12 +40,12 @@ def run(*, as_json: bool) -> int:
     else:
         sys.stdout.write(_table(regions.get("regions", [])))
     if damage:
-        raise MetadataDamaged(damage)
+        raise RegionMismatch(damage)
     return 0
 
 
 def _look(settings: Settings) -> tuple[RegionsBody, str]:
-    """What lies in the directory, and the first page that cannot be read."""
+    """What lies in the directory, and why the first region that cannot be looked at cannot."""
     path = settings.region_directory
     try:
         directory = RegionDirectory.open(path)
@@ -55,6 +57,8 @@ def _look(settings: Settings) -> tuple[RegionsBody, str]:
     try:
         found = survey(directory)
         limits = read_limits(directory.fd, pod_limit_bytes=settings.pod_memory_limit_bytes)
+    except PermissionError as error:
+        raise ConfigurationError(not_permitted(path, "looked at")) from error
     finally:
         directory.close()
     ids = frozenset(region.engine_id for region in found.regions)
@@ -66,7 +70,7 @@ def _look(settings: Settings) -> tuple[RegionsBody, str]:
         limits=tuple(limits),
         orphans=tuple(orphans.lying(found, ids)),
     )
-    return status.regions_body(), next((r.error for r in found.regions if r.contents is None), "")
+    return status.regions_body(), next((r.error for r in found.regions if r.error), "")
 
 
 def _table(regions: list[dict[str, Any]]) -> str:
@@ -76,15 +80,17 @@ def _table(regions: list[dict[str, Any]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     reasons = [
-        f"{region['engineId']}: {region['reason']}" for region in regions if region["reason"]
+        printable(f"{region['engineId']}: {region['reason']}")
+        for region in regions
+        if region["reason"]
     ]
     return "\n".join([line.rstrip() for line in lines] + reasons) + "\n"
 
 
 def _row(region: dict[str, Any]) -> tuple[str, ...]:
     return (
-        region["engineId"],
-        region["state"],
+        printable(region["engineId"]),
+        printable(region["state"]),
         _mebibytes(region["capacityBytes"]),
         _mebibytes(region["reservedBytes"]),
         _mebibytes(region["settledBytes"]),

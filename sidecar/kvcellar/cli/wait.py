@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from kvcellar.cli.client import SidecarClient
-from kvcellar.contract import OnFailure, RegionState, StartGate
+from kvcellar.contract import OnFailure, RegionState, StartGate, printable
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.status import GIVEN_UP
 from kvcellar.errors import DoesNotFit, NotReady
@@ -77,7 +77,7 @@ def _stop_if_refused(client: SidecarClient, regions: list[dict[str, Any]]) -> No
         raise NotReady(_sentence(failed))
     _print_refusal(client)
     raise DoesNotFit(
-        str(failed.get("reason")),
+        printable(str(failed.get("reason"))),
         asked_bytes=_whole(plan.json().get("askedBytes")),
         free_bytes=_whole(plan.json().get("freeBytes")),
         binding_limit=str(plan.json().get("bindingLimit", "")),
@@ -108,4 +108,4 @@ def _sentence(region: dict[str, Any]) -> str:
     reserved, capacity = region.get("reservedBytes"), region.get("capacityBytes")
     if region.get("state") == RegionState.RESERVING:
         text += f", {reserved} of {capacity} bytes reserved"
-    return text + (f": {region['reason']}" if region.get("reason") else "")
+    return printable(text + (f": {region['reason']}" if region.get("reason") else ""))

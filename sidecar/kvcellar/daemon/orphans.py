@@ -85,7 +85,9 @@ def lying(found: Survey, own_ids: frozenset[str]) -> list[OrphanBody]:
 
 def _kept(loose: LooseFile) -> OrphanBody:
     reason = "nobody holds it; the next sweep removes it"
-    if loose.is_held:
+    if loose.error:
+        reason = f"{loose.error}; it is left alone"
+    elif loose.is_held:
         reason = "a process of an engine still holds it; it is removed once that process ends"
     return OrphanBody(loose.name, loose.size_bytes, KEPT, reason)
 

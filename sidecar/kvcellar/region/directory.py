@@ -22,6 +22,7 @@ from kvcellar.contract import EngineId, Owner
 from kvcellar.errors import ConfigurationError, KVCellarError, NotReady, RegionMismatch
 from kvcellar.region import syscalls
 from kvcellar.region.forks import close_in_children
+from kvcellar.region.permissions import not_permitted
 
 logger = logging.getLogger(__name__)
 
@@ -210,10 +211,7 @@ class RegionDirectory:
         except FileNotFoundError:
             raise
         except PermissionError as error:
-            raise ConfigurationError(
-                f"{self.path / name} may not be opened by uid {os.geteuid()}: give both containers one group (fsGroup "
-                "or supplementalGroups of the pod) or one uid"
-            ) from error
+            raise ConfigurationError(not_permitted(self.path / name, "opened")) from error
         except OSError as error:
             if error.errno == errno.EROFS:
                 raise ConfigurationError(
@@ -282,6 +280,8 @@ def _open_parent(path: Path) -> int:
         return os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise ConfigurationError(not_permitted(path.parent, "opened")) from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path.parent} cannot be opened ({error}): KVCELLAR_ROOT has to be the mount of the "
@@ -310,14 +310,14 @@ def _open_directory(path: Path, parent_fd: int) -> int:
         )
     except FileNotFoundError:
         raise
+    except PermissionError as error:
+        raise ConfigurationError(not_permitted(path, "opened")) from error
     except OSError as error:
-        what = (
-            "is a link or no directory"
-            if error.errno in (errno.ELOOP, errno.ENOTDIR)
-            else str(error.strerror)
-        )
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise ConfigurationError(f"{path} cannot be opened: {error.strerror}") from error
         raise ConfigurationError(
-            f"{path} {what}: kvcellar follows no link; set KVCELLAR_DIR to a directory that only this pod uses"
+            f"{path} is a link or no directory: kvcellar follows no link; set KVCELLAR_DIR to a directory that only "
+            "this pod uses"
         ) from error
 
 

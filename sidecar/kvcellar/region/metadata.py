@@ -11,7 +11,7 @@ import math
 import struct
 from dataclasses import dataclass, field, fields
 
-from kvcellar.contract import MAX_CAPACITY_BYTES, Mode, Owner, RegionState, Role
+from kvcellar.contract import MAX_CAPACITY_BYTES, Mode, Owner, RegionState, Role, printable
 from kvcellar.errors import ConfigurationError, MetadataDamaged
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, Geometry, Layout
 
@@ -104,8 +104,8 @@ class SlotRow:
 
 
 def fit_reason(reason: str) -> str:
-    """A reason as the page keeps it: at most 512 bytes of UTF-8, cut between characters."""
-    return reason.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore")
+    """A reason as the page keeps it: `printable`, at most 512 bytes of UTF-8, cut between characters."""
+    return printable(reason).encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore")
 
 
 def pack_owner(owner: OwnerSection) -> bytes:
@@ -141,7 +141,7 @@ def unpack_owner(payload: bytes) -> OwnerSection:
     try:
         return OwnerSection(
             state=_published(_STATES[state]),
-            reason=reason[: min(length, _REASON_BYTES)].decode(errors="replace"),
+            reason=printable(reason[: min(length, _REASON_BYTES)].decode(errors="replace")),
             mode=_MODES[mode],
             capacity_bytes=_capacity(capacity),
             page_bytes=_page_size(page),

@@ -7,7 +7,7 @@ metadata page names and nobody holds. Both prove under the big lock what they cl
 import contextlib
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvcellar.contract import EngineId, Owner
@@ -25,6 +25,7 @@ from kvcellar.region.directory import (
 from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.metafile import MetaContents
+from kvcellar.region.wholeness import loss_by_state
 
 
 class LooseKind(StrEnum):
@@ -41,7 +42,10 @@ class FoundRegion:
     """A region in the directory.
 
     Attributes:
-        contents: the metadata page; None if it cannot be read, then `error` says why.
+        contents: the metadata page; None if it cannot be read.
+        error: why page or data file cannot be looked at, so that nobody knows whether the region is held
+            and it is left alone; empty if they can.
+        damage: what the data file lacks, as far as the page promises it; empty if nothing.
         is_owned: a living process holds the owner byte.
         held: slots that are held now.
         reserved_bytes: bytes of the data file, 0 if it is gone.
@@ -53,16 +57,23 @@ class FoundRegion:
     is_owned: bool
     held: tuple[int, ...]
     reserved_bytes: int
+    damage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LooseFile:
-    """A file that no metadata page names."""
+    """A file that no metadata page names.
+
+    Attributes:
+        is_held: a process holds it, or may: `error` says then why nobody can tell.
+        error: why a file of our pattern is left alone whoever holds it; empty for all others.
+    """
 
     name: str
     kind: LooseKind
     size_bytes: int
     is_held: bool
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,9 @@ def reclaim_unheld(directory: RegionDirectory, engine_id: EngineId) -> None:
         RegionHeld: somebody owns or holds it.
         FileNotFoundError: there is no such region.
         MetadataDamaged: its page cannot be read, so nothing proves which files are its own.
-        RegionMismatch: its name leads to something that kvcellar did not make.
+        RegionMismatch: a name of it leads to something that kvcellar did not make, or its data file has a
+            second name.
+        ConfigurationError: this process may not look whether it is held.
     """
     with directory.lock():
         name = meta_name(engine_id)
@@ -163,32 +176,61 @@ def _look(directory: RegionDirectory, engine_id: EngineId) -> FoundRegion:
     try:
         meta_fd = directory.open_file(meta_name(engine_id), os.O_RDONLY)
     except (KVCellarError, FileNotFoundError) as error:
-        return FoundRegion(engine_id, None, str(error), is_owned=False, held=(), reserved_bytes=0)
+        return _unreadable(engine_id, error)
     try:
         is_owned = locks.is_locked(meta_fd, locks.OWNER_BYTE)
         try:
             contents = metafile.read_contents(meta_fd)
         except KVCellarError as error:
-            return FoundRegion(engine_id, None, str(error), is_owned, held=(), reserved_bytes=0)
+            return _unreadable(engine_id, error, is_owned=is_owned)
     finally:
         os.close(meta_fd)
-    held, reserved = _look_at_data(directory, data_name(engine_id, contents.owner.nonce))
-    return FoundRegion(engine_id, contents, "", is_owned, held, reserved)
+    return _look_at_data(directory, FoundRegion(engine_id, contents, "", is_owned, (), 0))
 
 
-def _look_at_data(directory: RegionDirectory, name: str) -> tuple[tuple[int, ...], int]:
+def _unreadable(
+    engine_id: EngineId, error: KVCellarError | OSError, *, is_owned: bool = False
+) -> FoundRegion:
+    return FoundRegion(engine_id, None, str(error), is_owned, held=(), reserved_bytes=0)
+
+
+def _look_at_data(directory: RegionDirectory, found: FoundRegion) -> FoundRegion:
+    """What was found, with what its data file says; a file that is gone is held by nobody."""
+    if found.contents is None:
+        return found
+    owner = found.contents.owner
+    name = data_name(found.engine_id, owner.nonce)
     try:
         fd = directory.open_file(name, os.O_RDONLY)
-    except (KVCellarError, FileNotFoundError):
-        return (), 0
+    except FileNotFoundError:
+        return replace(found, damage=f"the data file {name} was removed by another process")
+    except KVCellarError as error:
+        return replace(found, error=str(error))
     try:
-        return tuple(locks.held_slots(fd, MAX_SLOTS)), file.reserved_bytes(fd)
+        return replace(
+            found,
+            held=tuple(locks.held_slots(fd, MAX_SLOTS)),
+            reserved_bytes=file.reserved_bytes(fd),
+            damage=loss_by_state(fd, found.engine_id, owner),
+        )
     finally:
         os.close(fd)
 
 
 def _held(directory: RegionDirectory, name: str) -> bool:
-    return bool(_look_at_data(directory, name)[0])
+    """Whether any slot of a data file is held; not, if there is no such file.
+
+    Raises:
+        KVCellarError: it is there and cannot be opened, or has a second name: nobody can tell.
+    """
+    try:
+        fd = directory.open_file(name, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return bool(locks.held_slots(fd, MAX_SLOTS))
+    finally:
+        os.close(fd)
 
 
 def _parts(engine_id: EngineId, owner: OwnerSection) -> tuple[str, str]:
@@ -203,6 +245,12 @@ def _loose(directory: RegionDirectory, name: str) -> LooseFile:
         return LooseFile(name, kind, 0, is_held=False)
     size = status.st_blocks * 512
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        return LooseFile(name, LooseKind.FOREIGN, size, is_held=False)
-    holds = kind is LooseKind.PART and _held(directory, data_of_part(name))
-    return LooseFile(name, kind, size, is_held=holds)
+        odd = "has more than one name" if stat.S_ISREG(status.st_mode) else "is no regular file"
+        error = f"{name} {odd}" if kind is LooseKind.PART else ""
+        return LooseFile(name, LooseKind.FOREIGN, size, is_held=False, error=error)
+    if kind is LooseKind.FOREIGN:
+        return LooseFile(name, kind, size, is_held=False)
+    try:
+        return LooseFile(name, kind, size, _held(directory, data_of_part(name)))
+    except KVCellarError as error:
+        return LooseFile(name, kind, size, is_held=True, error=str(error))
