@@ -552,6 +552,17 @@ def test_the_names_are_gone_once_the_scheduler_is_in(volume: Path, own_starts: S
     assert used_bytes(volume) == 0
 
 
+def test_an_engine_that_owns_too_small_a_region_is_told_its_own_setting(
+    volume: Path, own_starts: Starts
+) -> None:
+    outcomes = own_starts(1, capacity_bytes=MIB).outcomes()
+    assert "raise cpu_bytes_to_use" in str(outcomes[0])
+    outcomes = own_starts(1, capacity_bytes=2**50).outcomes()
+    assert isinstance(outcomes[0], DoesNotFit)
+    assert "lower cpu_bytes_to_use" in str(outcomes[0])
+    assert os.listdir(volume / "kvcellar") == []
+
+
 def test_an_engine_without_a_scheduler_leaves_no_name_when_it_closes(
     volume: Path, own_starts: Starts
 ) -> None:

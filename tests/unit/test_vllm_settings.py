@@ -79,10 +79,10 @@ def test_sizes_are_read_as_vllm_gives_them(value: object, size_bytes: int | None
 
 
 @pytest.mark.parametrize(
-    "value", [-1, float("nan"), float("inf"), True, [1], "200GB", "1.5", 2**63]
+    "value", [-1, float("nan"), float("inf"), True, [1], "200GB", " 200Gi", "1.5", 2**63]
 )
 def test_other_sizes_are_refused(value: object) -> None:
-    with pytest.raises(InvalidCapacity):
+    with pytest.raises(InvalidCapacity, match="cpu_bytes_to_use"):
         read({"KVCELLAR_ROOT": "/shm"}, EXTRA | {"cpu_bytes_to_use": value})
 
 

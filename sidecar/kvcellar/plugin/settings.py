@@ -263,7 +263,7 @@ def _cpu_bytes(extra: Mapping[str, object]) -> int | None:
         case None | 0 | "":
             return None
         case str():
-            return parse_capacity(value)
+            return _quantity("cpu_bytes_to_use", value)
         case bool():
             is_usable = False
         case int() | float():
@@ -276,6 +276,13 @@ def _cpu_bytes(extra: Mapping[str, object]) -> int | None:
             "ranks together"
         )
     return int(value)
+
+
+def _quantity(key: str, text: str) -> int:
+    try:
+        return parse_capacity(text)
+    except InvalidCapacity as error:
+        raise InvalidCapacity(f"{key}: {error}") from error
 
 
 def _policy(extra: Mapping[str, object]) -> PolicyName:
