@@ -6,6 +6,7 @@ The tree (exit status of the command line in brackets)::
     +-- ConfigurationError            [2]  a setting, an argument or a directory that cannot be used
     |   +-- InvalidEngineId           [2]
     |   +-- InvalidCapacity           [2]
+    |   +-- InvalidDesiredState       [2]
     +-- DoesNotFit                    [3]  the region is larger than a limit leaves free
     +-- RegionHeld                    [4]  another process owns or uses what was asked for
     |   +-- RankTaken                 [4]
@@ -13,6 +14,7 @@ The tree (exit status of the command line in brackets)::
     +-- RegionMismatch                [5]  the region is not the one that was meant
     |   +-- MetadataDamaged           [5]
     |   +-- RanksDisagree             [5]
+    +-- LibraryMismatch               [5]  what lies in a library's directory is not what was installed
     +-- NotReady                      [6]  a wait reached its deadline, or a process is unhealthy
     +-- Unsupported                   [2]  a configuration or version that kvcellar refuses by name
     +-- TransferFailed                [1]  a copy between device and host
@@ -47,6 +49,10 @@ class InvalidEngineId(ConfigurationError):
 
 class InvalidCapacity(ConfigurationError):
     """A capacity that is not a whole, positive number of bytes below 2^63."""
+
+
+class InvalidDesiredState(ConfigurationError):
+    """A desired state that cannot be read, breaks its shape, or is another pod's; it is not used."""
 
 
 class DoesNotFit(KVCellarError):
@@ -99,6 +105,12 @@ class MetadataDamaged(RegionMismatch):
 
 class RanksDisagree(RegionMismatch):
     """The ranks of one engine see different regions or compute different geometries."""
+
+
+class LibraryMismatch(KVCellarError):
+    """What lies in a library's directory was not put there by `kvcellar install-library`, or was changed."""
+
+    exit_status = 5
 
 
 class NotReady(KVCellarError):

@@ -8,6 +8,7 @@ from typing import Protocol
 import pytest
 
 from tests.support.children import Child
+from tests.support.sidecars import Sidecar, end_all
 from tests.support.volumes import mount_tmpfs, unmount
 
 MIB = 2**20
@@ -39,6 +40,22 @@ def make_volume(tmp_path: Path) -> Iterator[MakeVolume]:
 def volume(make_volume: MakeVolume) -> Path:
     """A tmpfs of 256 MiB of the test's own: what KVCELLAR_ROOT points at."""
     return make_volume(256 * MIB)
+
+
+MakeSidecar = Callable[..., Sidecar]
+
+
+@pytest.fixture
+def make_sidecar(volume: Path) -> Iterator[MakeSidecar]:
+    """Makes sidecars, by default on the test's own volume of 256 MiB."""
+    made: list[Sidecar] = []
+
+    def make(*options: str, on: Path | None = None, **variables: str) -> Sidecar:
+        made.append(Sidecar(on or volume, *options, **variables))
+        return made[-1]
+
+    yield make
+    end_all(made)
 
 
 Fork = Callable[[Callable[[Connection], None]], Child]

@@ -16,44 +16,16 @@ from pathlib import Path
 import pytest
 
 from kvcellar import cli
-from kvcellar.contract import EngineId, Role
-from kvcellar.region import locks, participants
-from kvcellar.region.directory import RegionDirectory
+from kvcellar.region import locks
 from kvcellar.region.frame import META_BYTES
-from kvcellar.region.geometry import Geometry, Layout
-from kvcellar.region.joining import JoinRequest
 from kvcellar.region.metadata import Counters
-from tests.integration.conftest import MakeVolume
-from tests.support.sidecars import KVCELLAR, Sidecar, end_all, until, used_bytes
+from tests.integration.conftest import MakeSidecar, MakeVolume
+from tests.support.sidecars import KVCELLAR, Sidecar, attach, until, used_bytes
 
 pytestmark = pytest.mark.integration
 
 MIB = 2**20
 ENGINE = '{engine_id="eng"}'
-MakeSidecar = Callable[..., Sidecar]
-
-
-@pytest.fixture
-def make_sidecar(volume: Path) -> Iterator[MakeSidecar]:
-    """Makes sidecars, by default on the test's own volume of 256 MiB."""
-    made: list[Sidecar] = []
-
-    def make(*options: str, on: Path | None = None, **variables: str) -> Sidecar:
-        made.append(Sidecar(on or volume, *options, **variables))
-        return made[-1]
-
-    yield make
-    end_all(made)
-
-
-def attach(sidecar: Sidecar, session: str = "ab" * 16) -> participants.Participant:
-    """Attach as rank 0 of an engine of one rank."""
-    request = JoinRequest(EngineId("eng"), session, Role.WORKER, 0, 1, "cd" * 32, 10.0)
-    return participants.open_session(
-        RegionDirectory.open(sidecar.directory),
-        request,
-        lambda capacity: Geometry.compute(capacity, 4096, 1, Layout.SHARDED, 4096),
-    )
 
 
 # --- the normal life ----------------------------------------------------------------------------------
@@ -101,7 +73,7 @@ def test_an_engine_is_shown_while_it_is_attached_and_its_counters_stay(
     sidecar = make_sidecar().start()
     sidecar.until_state("Ready")
     for n, session in enumerate(["ab" * 16, "cd" * 16], start=1):
-        engine = attach(sidecar, session)
+        engine = attach(sidecar.directory, session)
         engine.report(Counters(store_bytes=100), pinned=True)
         until(lambda: sidecar.region()["participants"], "a participant")
         region = sidecar.region()
@@ -231,6 +203,28 @@ def test_silent_connections_do_not_take_every_descriptor(make_sidecar: MakeSidec
     until(lambda: sidecar.get("/livez")[0] == 200, "an answer")
     assert [limit["name"] for limit in sidecar.region()["limits"]] == limits
     assert sidecar.events("limits changed") == []
+
+
+def test_a_bad_chunked_body_costs_one_line_in_the_log_at_most(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    head = b"GET /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    bodies = [b"zz\r\n", b"5\r\nhello", b"5\r\nhellox\r\n0\r\n\r\n"]
+    for body in bodies:
+        for is_answered in (False, True):
+            with socket.create_connection(("127.0.0.1", sidecar.port), timeout=10) as connection:
+                connection.sendall(head)
+                answer = connection.recv(4096) if is_answered else b""
+                connection.sendall(body)
+                connection.shutdown(socket.SHUT_WR)
+                while part := connection.recv(4096):
+                    answer += part
+            assert not answer or answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 200")), answer
+    assert sidecar.get("/livez")[0] == 200
+    log = sidecar.log.read_text()
+    lines = [line for line in log.splitlines() if '"level": "INFO"' not in line]
+    assert len(lines) <= 2 * len(bodies), lines
+    assert "Traceback" not in log
 
 
 def test_sigkill_at_random_moments_leaves_one_region_and_no_more_memory(large: Sidecar) -> None:
@@ -396,10 +390,13 @@ def test_clean_removes_what_nobody_owns_or_holds(
     sidecar.until_state("Ready")
     status, shown, said = command(sidecar, "clean")
     assert (status, shown.startswith("kept  eng.meta")) == (4, True)
-    assert said == "kvcellar: nothing was removed: all 1 found are owned or held\n"
+    assert (
+        said
+        == "kvcellar: nothing was removed: all 1 found are owned or held, or not as kvcellar made them\n"
+    )
     sidecar.end()
 
-    engine = attach(sidecar)
+    engine = attach(sidecar.directory)
     status, shown, _ = command(sidecar, "clean")
     assert (status, "an engine holds it" in shown) == (4, True)
     region = json.loads(command(sidecar, "status", "--json")[1])["regions"][0]

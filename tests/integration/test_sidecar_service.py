@@ -10,21 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.contract import EngineId, PlanBody, RegionState, Role
+from kvcellar.contract import EngineId, PlanBody, RegionState
 from kvcellar.daemon import plans
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.service import Service, region_requests
 from kvcellar.daemon.status import RegionView
 from kvcellar.errors import ConfigurationError, DoesNotFit, NotReady, RegionHeld, RegionMismatch
-from kvcellar.region import file, locks, participants
+from kvcellar.region import file, locks
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.frame import META_BYTES, OWNER_AT, SESSION_AT, Section
-from kvcellar.region.geometry import Geometry, Layout
-from kvcellar.region.joining import JoinRequest
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.promises import LimitReader
 from tests.integration.conftest import MakeVolume
-from tests.support.sidecars import until, used_bytes
+from tests.support.sidecars import attach, until, used_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -88,16 +86,6 @@ def make_service(volume: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
     yield make
     for running in made:
         running.stop()
-
-
-def attach(directory: Path, session: str = "ab" * 16) -> participants.Participant:
-    """Attach as rank 0 of an engine of one rank."""
-    request = JoinRequest(EngineId("eng"), session, Role.WORKER, 0, 1, "cd" * 32, 10.0)
-    return participants.open_session(
-        RegionDirectory.open(directory),
-        request,
-        lambda capacity: Geometry.compute(capacity, 4096, 1, Layout.SHARDED, 4096),
-    )
 
 
 def data_file(directory: Path) -> Path:
@@ -310,6 +298,12 @@ def cut(directory: Path) -> None:
     os.truncate(data_file(directory), MIB)
 
 
+def punch(directory: Path) -> None:
+    """Take every page out and keep the size, as FALLOC_FL_PUNCH_HOLE does."""
+    os.truncate(data_file(directory), 0)
+    os.truncate(data_file(directory), 8 * MIB)
+
+
 def remove(directory: Path) -> None:
     data_file(directory).unlink()
 
@@ -333,7 +327,8 @@ def spoil_session(directory: Path) -> None:
 
 
 DAMAGES = [
-    (cut, "another process of this pod cut or grew it"),
+    (cut, "another process of this pod cut"),
+    (punch, "(0 of them reserved)"),
     (remove, "was removed or replaced"),
     (replace, "was removed or replaced"),
     (remove_page, "was removed or replaced"),

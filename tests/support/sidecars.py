@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcellar.region import metafile
+from kvcellar.contract import EngineId, Role
+from kvcellar.region import metafile, participants
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.geometry import Geometry, Layout
+from kvcellar.region.joining import JoinRequest
 from kvcellar.region.metadata import OwnerSection
 
 KVCELLAR = Path(sys.executable).with_name("kvcellar")
@@ -42,6 +46,16 @@ def used_bytes(volume: Path) -> int:
     """What the volume has given out."""
     stat = os.statvfs(volume)
     return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+def attach(directory: Path, session: str = "ab" * 16) -> participants.Participant:
+    """Attach to the region of `eng` as rank 0 of an engine of one rank."""
+    request = JoinRequest(EngineId("eng"), session, Role.WORKER, 0, 1, "cd" * 32, 10.0)
+    return participants.open_session(
+        RegionDirectory.open(directory),
+        request,
+        lambda capacity: Geometry.compute(capacity, 4096, 1, Layout.SHARDED, 4096),
+    )
 
 
 class Sidecar:

@@ -44,6 +44,8 @@ def test_defaults_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) ->
         "huge_pages": HugePages.AUTO,
         "janitor": Janitor.RECLAIM,
         "pod_memory_limit_bytes": 0,
+        "pod_uid": None,
+        "desired_file": None,
         "http_host": "127.0.0.1",
         "http_port": 9785,
         "log_level": "INFO",
@@ -84,10 +86,10 @@ GOOD = [
     ("KVCELLAR_HTTP_HOST", "10.1.2.3", "client_host", "10.1.2.3"),
     ("KVCELLAR_HTTP_PORT", "65535", "http_port", 65535),
     ("KVCELLAR_LOG_LEVEL", "debug", "log_level", "DEBUG"),
+    ("KVCELLAR_POD_UID", "c0ffee", "pod_uid", "c0ffee"),
+    ("KVCELLAR_DESIRED_FILE", "/etc/x", "desired_file", Path("/etc/x")),
     # read by other processes, or set by the kubelet for a Service
     ("KVCELLAR_VLLM_UNTESTED", "1", "engines", 1),
-    ("KVCELLAR_POD_UID", "c0ffee", "engines", 1),
-    ("KVCELLAR_DESIRED_FILE", "/etc/x", "engines", 1),
     ("KVCELLAR_TEST_ANYTHING", "x", "engines", 1),
     ("KVCELLAR_SERVICE_HOST", "10.0.0.1", "engines", 1),
     ("KVCELLAR_PORT_9785_TCP_ADDR", "10.0.0.1", "engines", 1),
@@ -106,6 +108,9 @@ BAD = [
     ("KVCELLAR_ROOT", "dev/shm"),
     ("KVCELLAR_DIR", "."),
     ("KVCELLAR_OWNER", "me"),
+    ("KVCELLAR_POD_UID", ""),
+    ("KVCELLAR_POD_UID", "a b"),
+    ("KVCELLAR_DESIRED_FILE", "desired.json"),
     ("KVCELLAR_ENGINES", "0"),
     ("KVCELLAR_ENGINES", "1.0"),
     ("KVCELLAR_ENGINES", "65"),
@@ -199,7 +204,7 @@ def test_a_sidecar_needs_an_engine_id_and_a_capacity(monkeypatch: pytest.MonkeyP
 
 def test_every_known_variable_is_a_field_or_read_elsewhere() -> None:
     fields = {str(field.validation_alias) for field in Settings.model_fields.values()}
-    elsewhere = {"KVCELLAR_POD_UID", "KVCELLAR_DESIRED_FILE", "KVCELLAR_VLLM_UNTESTED"}
+    elsewhere = {"KVCELLAR_VLLM_UNTESTED"}
     assert fields | elsewhere == contract.ENV_NAMES
 
 

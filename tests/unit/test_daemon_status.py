@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from kvcellar import __version__, contract
 from kvcellar.contract import (
     Contents,
+    DesiredRegion,
     EngineId,
     LimitBody,
     Mode,
@@ -59,6 +60,25 @@ STATUS = Status(
     (Limit("tmpfs", 200 * MIB, 64 * MIB), Limit("container", 400 * MIB, 300 * MIB)),
 )
 REFUSED = PlanBody(False, 64 * MIB, 5, "container", [LimitBody("container", 6, 1, True)])
+
+
+def test_what_is_desired_takes_the_place_of_the_start_settings() -> None:
+    desired = DesiredRegion(4, retention="now")
+    status = replace(STATUS, regions=(replace(VIEW, desired=desired),))
+    (body,) = status.regions_body().regions
+    assert (body.contents, body.retention, body.observedGeneration) == ("discard", "now", 4)
+
+
+def test_why_what_is_desired_is_not_used_stands_behind_the_region_s_own_reason() -> None:
+    views = (replace(VIEW, reason="observed"), replace(VIEW, engine_id=EngineId("b")))
+    problems = {EngineId("a"): "it is a list", EngineId("b"): "it is a list"}
+    status = replace(STATUS, regions=views, desired_problems=problems)
+    assert [body.reason for body in status.regions_body().regions] == [
+        "observed; desired state not used: it is a list",
+        "desired state not used: it is a list",
+    ]
+    assert status.not_ready() == ""
+    assert samples(status)["kvcellar_region_desired_unused", frozenset({("engine_id", "b")})] == 1
 
 
 # --- bodies -------------------------------------------------------------------------------------------
@@ -236,6 +256,7 @@ METRICS = {
     "kvcellar_region_settle_seconds": ENGINE,
     "kvcellar_region_participants": ("engine_id", "role"),
     "kvcellar_region_generation": ENGINE,
+    "kvcellar_region_desired_unused": ENGINE,
     "kvcellar_region_state": ("engine_id", "state"),
     "kvcellar_transfer_bytes_total": ("direction", "engine_id"),
     "kvcellar_transfers_total": ("direction", "engine_id", "outcome"),

@@ -93,6 +93,12 @@ UNREACHABLE = Silence(Why.TIMEOUT, "no answer")
 PENDING = Silence(Why.POD_PENDING, "not started")
 
 
+def test_resident_is_what_the_sidecar_s_metric_of_that_name_says() -> None:
+    status, _ = follow(region(ENGINE, RegionState.RESERVED, settledBytes=GIB // 4))
+    assert status["residentBytes"] == status["reservedBytes"] == GIB
+    assert status["settleProgress"] == 25
+
+
 def test_a_life_is_told_once_and_in_order() -> None:
     status, told = follow(
         PENDING,

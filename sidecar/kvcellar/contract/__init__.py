@@ -7,7 +7,7 @@ stands inside is nobody's business.
 Breaking (bump `CONTRACT_VERSION`, and say so in CHANGELOG.md):
     - to rename or remove a variable, label, annotation, value, path or a key of a JSON body;
     - to change the meaning or unit of one;
-    - to change the metadata page (`region.metadata.FORMAT_VERSION` is bumped as well).
+    - to change the metadata page (`region.frame.FORMAT_VERSION` is bumped as well).
 
 Not breaking:
     - a new variable with a default, a new key in a JSON body, a new annotation;
@@ -50,6 +50,14 @@ from kvcellar.contract.cluster import (
     VOLUME_LIBRARY,
     VOLUME_NO_TOKEN,
     VOLUME_SHM,
+)
+from kvcellar.contract.desired import (
+    MAX_DESIRED_BYTES,
+    DesiredRegion,
+    DesiredState,
+    desired_text,
+    is_retention,
+    parse_desired,
 )
 from kvcellar.contract.parsing import (
     MAX_CAPACITY_BYTES,
@@ -156,6 +164,7 @@ __all__ = [
     "LIBRARY_CURRENT",
     "LIBRARY_DIR",
     "MAX_CAPACITY_BYTES",
+    "MAX_DESIRED_BYTES",
     "PORT_NAME",
     "PROFILE_KIND",
     "PROFILE_PLURAL",
@@ -166,6 +175,8 @@ __all__ = [
     "VOLUME_NO_TOKEN",
     "VOLUME_SHM",
     "Contents",
+    "DesiredRegion",
+    "DesiredState",
     "Direction",
     "EngineId",
     "GeometryBody",
@@ -184,8 +195,11 @@ __all__ = [
     "RegionsBody",
     "Role",
     "StartGate",
+    "desired_text",
     "expand_engine_ids",
+    "is_retention",
     "parse_capacity",
+    "parse_desired",
     "parse_duration_s",
     "parse_engine_id",
     "parse_timeout_s",

@@ -123,6 +123,12 @@ def _log_level(name: str, text: str) -> str:
     return text.upper()
 
 
+def _pod_uid(name: str, text: str) -> str:
+    if not re.fullmatch("[!-~]{1,128}", text):
+        raise _refuse(name, text, "the pod's metadata.uid")
+    return text
+
+
 def _engine_ids(_name: str, text: str) -> str:
     contract.expand_engine_ids(text, 1)
     return text
@@ -193,6 +199,12 @@ class Settings(BaseSettings):
         int, _variable(contract.ENV_POD_MEMORY_LIMIT), _parsed(_memory_limit)
     ] = 0
     """Sum of the pod's memory limits, which a container cannot see with cgroup v1; 0: unknown."""
+    pod_uid: Annotated[str | None, _variable(contract.ENV_POD_UID), _parsed(_pod_uid)] = None
+    """UID of the pod: a desired state of another pod is not used."""
+    desired_file: Annotated[Path | None, _variable(contract.ENV_DESIRED_FILE), _parsed(_path)] = (
+        None
+    )
+    """The desired state, as the kubelet writes it; may be missing or empty."""
     http_host: Annotated[str, _variable(contract.ENV_HTTP_HOST), _parsed(_host)] = (
         contract.DEFAULT_HTTP_HOST
     )

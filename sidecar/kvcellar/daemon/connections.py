@@ -7,6 +7,7 @@ on memory are files, so from then on regions would be reserved without them.
 import asyncio
 import resource
 
+import h11
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -40,6 +41,18 @@ class BoundedConnection(H11Protocol):
             self.loop.call_later(_REST_S, self.shutdown),
             self.loop.call_later(_LAST_S, transport.abort),
         )
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what breaks HTTP, once: a body may do so after its request was taken up, or answered."""
+        if self.cycle is not None:
+            # Its handler finds that nobody listens any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:

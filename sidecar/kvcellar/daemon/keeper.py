@@ -8,28 +8,34 @@ what                            `degrade`                                   `fai
 =============================== =========================================== =====================
 another process owns the region observe it, and take over when it is freed  the process ends (4)
 anything else                   state Failed, tried again with back-off     the process ends
-the retention is over           Released, and the thread ends               the same
+the retention is over           Released, until another one is desired      the same
 =============================== =========================================== =====================
+
+What is desired at run time replaces the start settings. `retention: now` frees a region that nobody
+holds in any state, also one that no engine has used yet and one that is still being reserved.
 
 Invariants: only this thread touches the `OwnedRegion`; everybody else reads `view`, an immutable value
 that is replaced at each change. Stopping at any moment leaves the files, and the next start goes on.
 """
 
+import contextlib
 import logging
-import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kvcellar.contract import EngineId, OnFailure, PlanBody, RegionState
+from kvcellar.contract import DesiredRegion, EngineId, OnFailure, PlanBody, RegionState
 from kvcellar.daemon import plans
+from kvcellar.daemon.backoff import BackOff
 from kvcellar.daemon.counters import CounterTotals
-from kvcellar.daemon.oom import FirstToBeKilled
-from kvcellar.daemon.retention import Retention, RetentionClock
-from kvcellar.daemon.status import RegionView, found_view
+from kvcellar.daemon.in_force import InForce
+from kvcellar.daemon.notice import Notice
+from kvcellar.daemon.retention import RetentionClock
+from kvcellar.daemon.rules import KeeperRules
+from kvcellar.daemon.status import RegionView, found_view, owned_view, released_view
 from kvcellar.errors import DoesNotFit, KVCellarError, RegionHeld, RegionMismatch
 from kvcellar.region.cgroups import Limit
-from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.directory import RegionDirectory, meta_name
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import read_limits
 from kvcellar.region.owner import OwnedRegion, RegionSnapshot
@@ -40,27 +46,6 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """Seconds between two looks at a region that is ready or that another process owns."""
-_FIRST_RETRY_S = 1.0
-_LAST_RETRY_S = 30.0
-"""A region that failed is tried again after 1, 2, 4 ... 30 s, give or take a quarter, so that two
-sidecars that compete for the same memory do not keep step."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperRules:
-    """What holds for every region of this sidecar.
-
-    Attributes:
-        open_directory: opens the directory of regions, on a description of the caller's own.
-        pod_limit_bytes: the pod's memory limit, which a container may not see; 0: unknown.
-        oom: raised while pages are being reserved.
-    """
-
-    open_directory: Callable[[], RegionDirectory]
-    on_failure: OnFailure
-    retention: Retention
-    pod_limit_bytes: int
-    oom: FirstToBeKilled
 
 
 class RegionKeeper:
@@ -81,11 +66,13 @@ class RegionKeeper:
         self._report_fatal = report_fatal
         self._directory: RegionDirectory | None = None
         self._region: OwnedRegion | None = None
-        self._notice: OwnedRegion | None = None
+        self._notice = Notice(request)
         self._totals = CounterTotals()
         self._is_damaged = False
-        self._failures = 0
-        self._clock = RetentionClock(rules.retention)
+        self._backoff = BackOff()
+        self._is_held = False
+        self._clock = RetentionClock()
+        self._in_force = InForce(rules.retention)
         self._stop = threading.Event()
         self._leave_nothing = False
         self._wake = threading.Event()
@@ -101,8 +88,7 @@ class RegionKeeper:
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs, is yet to begin, or has ended as it should."""
-        is_over = self._stop.is_set() or self.view.state is RegionState.RELEASED
-        return is_over or self._thread.ident is None or self._thread.is_alive()
+        return self._stop.is_set() or self._thread.ident is None or self._thread.is_alive()
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -111,6 +97,11 @@ class RegionKeeper:
     def retry_now(self) -> None:
         """Cut a wait short: something changed that may let a failed region succeed."""
         self._wake.set()
+
+    def desire(self, desired: DesiredRegion | None) -> None:
+        """Apply what is desired now, or the start settings again; returns at once."""
+        if self._in_force.offer(desired):
+            self._wake.set()
 
     def stop(self, *, leave_nothing: bool = False) -> None:
         """Ask the thread to end after its step; returns at once.
@@ -133,9 +124,13 @@ class RegionKeeper:
 
     def _run(self) -> None:
         try:
-            while not self._stop.is_set() and self.view.state is not RegionState.RELEASED:
+            while not self._stop.is_set():
+                self._take_desired()
                 try:
-                    self._keep()
+                    if self._is_at_rest():
+                        self._wait(WATCH_S)
+                    else:
+                        self._keep()
                 except RegionHeld as error:
                     self._be_second(error)
                 except (KVCellarError, OSError) as error:
@@ -144,17 +139,59 @@ class RegionKeeper:
             self._end()
 
     def _keep(self) -> None:
-        """Bring the region to Ready and watch it; returns at a stop or when it was released."""
+        """Bring the region to Ready and watch it; returns at a stop, or when it is to be begun anew."""
+        if self._frees_now() and self._was_freed():
+            return
         region = self._take_up()
         with self._rules.oom.raised():
             region.reserve(self._has_to_stop)
         self._announce(region, RegionState.RESERVED, "region reserved")
         region.settle(self._has_to_stop)
         self._announce(region, RegionState.READY, "region ready")
-        while not self._stop.wait(WATCH_S):
-            self._watch(region)
-            if self.view.state is RegionState.RELEASED:
+        while True:
+            self._wait(WATCH_S)
+            if self._stop.is_set():
                 return
+            self._watch(region)
+            if self.view.state is not RegionState.READY:
+                # It was released, or left off when it was to go at once, and goes on.
+                return
+
+    # --- what is desired -----------------------------------------------------------------------------
+
+    def _take_desired(self) -> None:
+        self._in_force.take(self._fields())
+        self.view = replace(self.view, desired=self._in_force.desired)
+
+    def _frees_now(self) -> bool:
+        """Whether the region has to go at once, used or not."""
+        return self._in_force.frees_unused and not self._is_held
+
+    def _is_at_rest(self) -> bool:
+        """Whether the region was released, and nothing asks for it again."""
+        return self.view.state is RegionState.RELEASED and not self._in_force.wants_it_again
+
+    def _was_freed(self) -> bool:
+        """Free the region before more is done for it; False if it has to be taken up before."""
+        region = self._region
+        if region is None:
+            self._forget_lost_directory()
+            self._notice.take_down()
+            if self._open_directory().identity(meta_name(self.engine_id)) is not None:
+                return False
+        elif not self._was_released(region):
+            return False
+        self._be_released()
+        return True
+
+    def _be_released(self) -> None:
+        self._region, self._is_damaged = None, False
+        self._backoff.reset()
+        self._in_force.was_released()
+        self.view = released_view(self.view)
+        logger.info("region released", extra=self._fields(retention=self._in_force.retention.text))
+
+    # --- the region ----------------------------------------------------------------------------------
 
     def _take_up(self) -> OwnedRegion:
         """The region in a state that can be gone on from: acquired, or planned again after a failure."""
@@ -174,7 +211,7 @@ class RegionKeeper:
         return region
 
     def _acquire(self, directory: RegionDirectory) -> OwnedRegion:
-        self._take_notice_down()
+        self._notice.take_down()
         region = OwnedRegion.acquire(directory, self._request, self._read_limits)
         self._region = region
         self._show(region, plans.granted(region, directory, self._read_limits))
@@ -200,7 +237,7 @@ class RegionKeeper:
         directory = self._directory
         if directory is not None and not directory.is_there():
             logger.warning("directory removed by another process", extra=self._fields())
-            self._take_notice_down()
+            self._notice.take_down()
             self._directory = None
             directory.close()
 
@@ -213,15 +250,16 @@ class RegionKeeper:
         return read_limits(self._open_directory().fd, pod_limit_bytes=self._rules.pod_limit_bytes)
 
     def _has_to_stop(self) -> bool:
-        """Called between two steps: the moment to show the progress."""
+        """Called between two steps: the moment to show the progress, and to take up what is desired."""
+        self._take_desired()
         if self._region is not None:
             self._show(self._region)
-        return self._stop.is_set()
+        return self._stop.is_set() or self._frees_now()
 
     def _announce(self, region: OwnedRegion, state: RegionState, event: str) -> None:
         self._show(region)
         if region.owner.state is state:
-            self._failures = 0
+            self._backoff.reset()
             owner = region.owner
             logger.info(
                 event,
@@ -234,6 +272,7 @@ class RegionKeeper:
             )
 
     def _watch(self, region: OwnedRegion) -> None:
+        self._take_desired()
         seen = region.snapshot()
         if seen.damage:
             region.repair()
@@ -248,11 +287,11 @@ class RegionKeeper:
             logger.info(
                 "participants changed", extra=self._fields(participants=len(self.view.participants))
             )
-        is_over = self._clock.is_over(was_used=seen.session is not None, is_held=bool(seen.held))
-        if is_over and self._was_released(region):
-            self._region = None
-            self.view = replace(self.view, state=RegionState.RELEASED, reserved_bytes=0)
-            logger.info("region released", extra=self._fields(retention=self._rules.retention.text))
+        is_over = self._clock.is_over(
+            self._in_force.retention, was_used=seen.session is not None, is_held=self._is_held
+        )
+        if (is_over or self._frees_now()) and self._was_released(region):
+            self._be_released()
 
     # --- when it goes wrong --------------------------------------------------------------------------
 
@@ -264,7 +303,8 @@ class RegionKeeper:
         reason = f"observed only: {error}"
         if self.view.reason != reason:
             logger.warning("region owned by another process", extra=self._fields(reason=str(error)))
-        self.view = replace(self._observed(), reason=reason, plan_decided=True)
+        seen = self._observed()
+        self.view = replace(seen, reason=reason, plan_decided=True, desired=self._in_force.desired)
         self._wait(WATCH_S)
 
     def _fail(self, error: KVCellarError | OSError) -> None:
@@ -282,10 +322,9 @@ class RegionKeeper:
             self._end_process(error)
             return
         if isinstance(error, DoesNotFit) and self._region is None:
-            self._put_notice_up(reason)
-        pause_s = min(_FIRST_RETRY_S * 2**self._failures, _LAST_RETRY_S)
-        pause_s *= random.uniform(0.75, 1.25)  # noqa: S311 - no secret depends on it
-        self._failures = min(self._failures + 1, 16)
+            with contextlib.suppress(KVCellarError, OSError):  # no directory, no engine that waits
+                self._notice.put_up(self._open_directory(), reason)
+        pause_s = self._backoff.next_s()
         logger.error("region failed", extra=self._fields(reason=reason, retry_s=round(pause_s, 1)))
         self._wait(pause_s)
 
@@ -314,23 +353,6 @@ class RegionKeeper:
         except (KVCellarError, OSError) as error:
             logger.warning("failure not published", extra=self._fields(error=str(error)))
 
-    def _put_notice_up(self, reason: str) -> None:
-        """Tell the engines although a refused plan made no region, so that they do not wait for one.
-
-        The notice is a region of the least capacity, without a page reserved, in state Failed.
-        """
-        request = replace(self._request, capacity_bytes=HUGE_PAGE_BYTES)
-        try:
-            self._notice = OwnedRegion.acquire(self._open_directory(), request, list)
-            self._notice.fail(reason)
-        except (KVCellarError, OSError) as error:
-            logger.debug("failure not published", extra=self._fields(error=str(error)))
-
-    def _take_notice_down(self) -> None:
-        notice, self._notice = self._notice, None
-        if notice is not None and not self._was_released(notice):
-            notice.close()
-
     def _end_process(self, error: KVCellarError | OSError) -> None:
         fatal = error if isinstance(error, KVCellarError) else KVCellarError(str(error))
         self.view = replace(self.view, reason=str(error), plan_decided=True)
@@ -344,7 +366,7 @@ class RegionKeeper:
             self._wake.clear()
 
     def _end(self) -> None:
-        self._take_notice_down()
+        self._notice.take_down()
         region, self._region = self._region, None
         if region is not None:
             is_ours_alone = not region.is_adopted and self.view.session is None
@@ -368,18 +390,8 @@ class RegionKeeper:
             self.view = replace(self.view, plan=plan, plan_decided=True)
 
     def _show_seen(self, seen: RegionSnapshot) -> None:
-        self.view = replace(
-            self.view,
-            mode=seen.owner.mode,
-            state=seen.owner.state,
-            reason=seen.owner.reason,
-            capacity_bytes=seen.owner.capacity_bytes,
-            owner=seen.owner,
-            session=seen.session,
-            participants=tuple(row for _, row, is_held in seen.rows if is_held),
-            totals=self._totals.add(seen.rows),
-            reserved_bytes=seen.reserved_bytes,
-        )
+        self._is_held = bool(seen.held)
+        self.view = owned_view(self.view, seen, self._totals.add(seen.rows))
 
     def _fields(self, **more: object) -> dict[str, object]:
         return {"engine_id": self.engine_id, "capacity_bytes": self.view.capacity_bytes, **more}

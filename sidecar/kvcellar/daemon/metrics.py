@@ -85,7 +85,7 @@ class StatusCollector(Collector):
         """All families, with a sample for each region."""
         status = self._read_status()
         yield from _region_gauges(status.regions)
-        yield from _region_sets(status.regions)
+        yield from _region_sets(status)
         yield from _transfers(status.regions)
         yield from _directory(status)
         yield from _memory(status.limits)
@@ -109,25 +109,31 @@ def _region_gauges(views: tuple[RegionView, ...]) -> Iterator[Metric]:
         yield family
 
 
-def _region_sets(views: tuple[RegionView, ...]) -> Iterator[Metric]:
+def _region_sets(status: Status) -> Iterator[Metric]:
     participants = GaugeMetricFamily(
         "kvcellar_region_participants",
         "Processes that are attached to the region.",
         labels=[_ENGINE, "role"],
+    )
+    unused = GaugeMetricFamily(
+        "kvcellar_region_desired_unused",
+        "1 while what is desired of the region cannot be used, so that the last good state stays.",
+        labels=[_ENGINE],
     )
     states = GaugeMetricFamily(
         "kvcellar_region_state",
         "1 for the state that the region is in, 0 for the others.",
         labels=[_ENGINE, "state"],
     )
-    for view in views:
+    for view in status.regions:
         for role in Role:
             count = sum(row.role is role for row in view.participants)
             participants.add_metric([view.engine_id, role], count)
         for state in RegionState:
             states.add_metric([view.engine_id, state], float(view.state is state))
-    yield participants
-    yield states
+        is_unused = bool(status.desired_problems.get(view.engine_id))
+        unused.add_metric([view.engine_id], float(is_unused))
+    yield from (participants, states, unused)
 
 
 def _transfers(views: tuple[RegionView, ...]) -> Iterator[Metric]:

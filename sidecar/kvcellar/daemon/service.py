@@ -2,7 +2,8 @@
 
 The supervisor sweeps orphans before any region is planned, then looks at the limits once a second and
 at orphans every few seconds; when a limit changed or an orphan went, failed regions are tried again at
-once. `status` puts everything together and may be called from any thread, without blocking.
+once. It also reads the desired state, which the keepers apply. `status` puts everything together and may
+be called from any thread, without blocking.
 
 Invariants: nothing here waits for a region's sake when it is told to stop; what is still inside a
 system call then goes down with the process, and the next start goes on where it was.
@@ -14,11 +15,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvcellar.contract import EngineId
+from kvcellar.contract import Contents, EngineId
 from kvcellar.daemon.config import Settings
-from kvcellar.daemon.keeper import KeeperRules, RegionKeeper
+from kvcellar.daemon.desired import Desired, DesiredFile
+from kvcellar.daemon.in_force import CONTENTS_NOT_KEPT
+from kvcellar.daemon.keeper import RegionKeeper
 from kvcellar.daemon.oom import FirstToBeKilled
 from kvcellar.daemon.orphans import Sweep, Sweeper
+from kvcellar.daemon.rules import KeeperRules
 from kvcellar.daemon.status import Status
 from kvcellar.errors import KVCellarError
 from kvcellar.region.cgroups import Limit
@@ -28,6 +32,7 @@ from kvcellar.region.states import RegionRequest
 
 logger = logging.getLogger(__name__)
 
+_UNUSED = "desired state not used"
 _TICK_S = 1.0
 _SWEEP_S = 5.0
 _STUCK_S = 30.0
@@ -75,6 +80,7 @@ class Service:
         self._keepers = [RegionKeeper(request, self._rules, self._on_fatal) for request in requests]
         self._sweeper = Sweeper([keeper.engine_id for keeper in self._keepers])
         self._sweep = Sweep()
+        self._desired = DesiredFile(settings.desired_file, settings.pod_uid)
         self._limits: tuple[Limit, ...] = ()
         self._fatal_lock = threading.Lock()
         self._tell_fatal: Callable[[], None] | None = None
@@ -91,6 +97,8 @@ class Service:
         """
         self._tell_fatal = tell_fatal
         self._beat_s = time.monotonic()
+        if self._settings.contents is Contents.KEEP:
+            logger.warning(CONTENTS_NOT_KEPT)
         self._supervisor.start()
 
     def request_stop(self) -> None:
@@ -116,6 +124,8 @@ class Service:
 
     def status(self) -> Status:
         """Everything that the sidecar shows, as of now."""
+        ids = [keeper.engine_id for keeper in self._keepers]
+        desired = self._desired.current
         return Status(
             regions=tuple(keeper.view for keeper in self._keepers),
             contents=self._settings.contents,
@@ -128,6 +138,11 @@ class Service:
             foreign_bytes=self._sweep.foreign_bytes,
             stopped_by=str(self.fatal or ""),
             is_alive=self._is_alive(),
+            desired_problems={
+                engine_id: problem
+                for engine_id in ids
+                if (problem := desired.problem_of(engine_id))
+            },
         )
 
     def _is_alive(self) -> bool:
@@ -154,16 +169,42 @@ class Service:
     # --- the supervisor's thread ---------------------------------------------------------------------
 
     def _supervise(self) -> None:
+        self._look_at_desired()
         directory = self._look(None, is_sweep=True)
         for keeper in self._keepers:
             keeper.start()
         swept_s = time.monotonic()
         while not self._stop.wait(_TICK_S):
             self._beat_s = time.monotonic()
+            self._look_at_desired()
             is_sweep = self._beat_s - swept_s >= _SWEEP_S
             directory = self._look(directory, is_sweep=is_sweep)
             if is_sweep:
                 swept_s = self._beat_s
+
+    def _look_at_desired(self) -> None:
+        """Read what is desired, hand it on, and say once what cannot be used."""
+        before = self._desired.current
+        if not self._desired.look():
+            return
+        now = self._desired.current
+        for keeper in self._keepers:
+            keeper.desire(now.regions.get(keeper.engine_id))
+        self._say_unused(before, now)
+
+    def _say_unused(self, before: Desired, now: Desired) -> None:
+        file = str(self._settings.desired_file)
+        if now.problem != before.problem:
+            if now.problem:
+                logger.warning(_UNUSED, extra={"file": file, "reason": now.problem})
+            else:
+                logger.info("desired state used again", extra={"file": file})
+        for keeper in self._keepers:
+            stale = now.stale.get(keeper.engine_id, "")
+            if stale and stale != before.stale.get(keeper.engine_id):
+                logger.warning(
+                    _UNUSED, extra={"file": file, "engine_id": keeper.engine_id, "reason": stale}
+                )
 
     def _look(self, directory: RegionDirectory | None, *, is_sweep: bool) -> RegionDirectory | None:
         """Look at limits and orphans; without a directory the keepers say what is wrong with it."""

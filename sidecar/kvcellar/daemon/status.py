@@ -7,10 +7,12 @@ Invariants: what other processes wrote into the metadata page is shown, clamped 
 and never trusted. Model names never appear: `fingerprint` and `session` are hashes.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from kvcellar.contract import (
     Contents,
+    DesiredRegion,
     EngineId,
     GeometryBody,
     LimitBody,
@@ -28,6 +30,7 @@ from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import engine_of_meta, engine_of_part
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.metadata import Counters, OwnerSection, SessionSection, SlotRow
+from kvcellar.region.owner import RegionSnapshot
 from kvcellar.region.states import ATTACHABLE
 from kvcellar.region.survey import FoundRegion
 
@@ -49,6 +52,7 @@ class RegionView:
         reserved_bytes: bytes that the file system has promised to the data file.
         plan: what was granted or refused; None also where something else went wrong before.
         plan_decided: whether the start gate knows: there is a plan, or there will be none.
+        desired: what its keeper applies instead of the start settings; None: nothing is desired.
     """
 
     engine_id: EngineId
@@ -63,6 +67,7 @@ class RegionView:
     reserved_bytes: int = 0
     plan: PlanBody | None = None
     plan_decided: bool = False
+    desired: DesiredRegion | None = None
 
     @property
     def used_bytes(self) -> int:
@@ -90,10 +95,12 @@ class Status:
     """Everything that the sidecar shows, at one moment.
 
     Attributes:
+        contents, retention: as the process was started.
         orphans: files found without an owner, newest last.
         foreign_bytes: bytes of files in the directory that are not ours.
         stopped_by: why the process is about to end; empty while it goes on.
         is_alive: whether the threads that do the work still run.
+        desired_problems: why what is desired of a region is not used, by engine id.
     """
 
     regions: tuple[RegionView, ...]
@@ -107,6 +114,7 @@ class Status:
     foreign_bytes: int = 0
     stopped_by: str = ""
     is_alive: bool = True
+    desired_problems: Mapping[EngineId, str] = field(default_factory=dict)
 
     def not_started(self) -> str:
         """Why the start gate is still shut; empty once it is open."""
@@ -174,17 +182,47 @@ def found_view(found: FoundRegion, totals: Counters) -> RegionView:
     if found.contents is None:
         return RegionView(found.engine_id, Mode.PLUGIN, RegionState.FAILED, found.error, 0)
     owner, rows = found.contents.owner, found.contents.rows
+    wrong = found.error or found.damage
     return RegionView(
         engine_id=found.engine_id,
         mode=owner.mode,
-        state=owner.state,
-        reason=owner.reason,
+        state=RegionState.FAILED if wrong else owner.state,
+        reason=wrong or owner.reason,
         capacity_bytes=owner.capacity_bytes,
         owner=owner,
         session=found.contents.session,
         participants=tuple(row for slot, row in sorted(rows.items()) if slot in found.held),
         totals=totals,
         reserved_bytes=found.reserved_bytes,
+    )
+
+
+def owned_view(before: RegionView, seen: RegionSnapshot, totals: Counters) -> RegionView:
+    """The region that this process owns, as it is now; the plan and what is desired stay."""
+    return replace(
+        before,
+        mode=seen.owner.mode,
+        state=seen.owner.state,
+        reason=seen.owner.reason,
+        capacity_bytes=seen.owner.capacity_bytes,
+        owner=seen.owner,
+        session=seen.session,
+        participants=tuple(row for _, row, is_held in seen.rows if is_held),
+        totals=totals,
+        reserved_bytes=seen.reserved_bytes,
+    )
+
+
+def released_view(before: RegionView) -> RegionView:
+    """A region whose names are gone: nothing of it is there, and an engine start need not wait for it."""
+    return replace(
+        before,
+        state=RegionState.RELEASED,
+        reason="",
+        owner=None,
+        participants=(),
+        reserved_bytes=0,
+        plan_decided=True,
     )
 
 
@@ -207,15 +245,15 @@ def _orphans_of(
 def _region_body(
     view: RegionView, status: Status, limits: list[LimitBody], orphans: list[OrphanBody]
 ) -> RegionBody:
-    session = view.session
+    session, desired = view.session, view.desired
     return RegionBody(
         engineId=view.engine_id,
         mode=view.mode,
         state=view.state,
-        reason=view.reason,
-        contents=status.contents,
-        retention=status.retention,
-        observedGeneration=0,
+        reason=_reason(view, status),
+        contents=(desired and desired.contents) or status.contents,
+        retention=(desired and desired.retention) or status.retention,
+        observedGeneration=desired.generation if desired else 0,
         generation=session.generation if session else 0,
         session=session.session if session else "",
         fingerprint=session.fingerprint if session else "",
@@ -234,6 +272,12 @@ def _region_body(
         limits=limits,
         orphans=orphans,
     )
+
+
+def _reason(view: RegionView, status: Status) -> str:
+    """Why the region is as it is, and why what is desired of it is not used."""
+    problem = status.desired_problems.get(view.engine_id)
+    return "; ".join(filter(None, [view.reason, problem and f"desired state not used: {problem}"]))
 
 
 def _geometry_body(geometry: Geometry) -> GeometryBody:

@@ -1,0 +1,42 @@
+"""A notice in the directory: why there is no region, for engines that would wait for one."""
+
+import logging
+from dataclasses import replace
+
+from kvcellar.errors import KVCellarError
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.geometry import HUGE_PAGE_BYTES
+from kvcellar.region.owner import OwnedRegion
+from kvcellar.region.states import RegionRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Notice:
+    """A region of the least capacity, without a page reserved, in state Failed. For one thread."""
+
+    def __init__(self, request: RegionRequest) -> None:
+        self._request = replace(request, capacity_bytes=HUGE_PAGE_BYTES)
+        self._region: OwnedRegion | None = None
+
+    def put_up(self, directory: RegionDirectory, reason: str) -> None:
+        """Show why; where that fails, engines wait as long as they do without."""
+        try:
+            self._region = OwnedRegion.acquire(directory, self._request, list)
+            self._region.fail(reason)
+        except (KVCellarError, OSError) as error:
+            logger.debug("failure not published", extra={"error": str(error)})
+
+    def take_down(self) -> None:
+        """Remove it, if it is up; one that cannot be removed is left to the next owner."""
+        region, self._region = self._region, None
+        if region is None:
+            return
+        try:
+            if region.release():
+                return
+        except (KVCellarError, OSError) as error:
+            logger.warning(
+                "notice not removed", extra={"engine_id": region.engine_id, "error": str(error)}
+            )
+        region.close()
