@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvcellar.contract import EngineId, HugePages, RegionState
+from kvcellar.daemon.orphans import lying
 from kvcellar.region import frame, metadata
 from kvcellar.region.directory import RegionDirectory, data_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
+from kvcellar.region.survey import survey
 from tests.support.sidecars import KVCELLAR
 
 pytestmark = pytest.mark.integration
@@ -94,6 +96,11 @@ def test_a_loose_file_with_a_second_name_is_told_and_kept(
     assert (status, shown) == (4, f"kept  {name}  0 bytes  {name} has more than one name\n")
     assert "all 1 found are owned or held, or not as kvcellar made them" in said
     assert directory.names() == [name]
+    told = [
+        (orphan.name, orphan.action, orphan.reason)
+        for orphan in lying(survey(directory), frozenset())
+    ]
+    assert told == [(name, "kept", f"{name} has more than one name; it is left alone")]
 
 
 def test_a_region_that_lost_pages_is_shown_as_failed_and_can_be_removed(

@@ -73,8 +73,8 @@ class Sweeper:
 
 
 def lying(found: Survey, own_ids: frozenset[str]) -> list[OrphanBody]:
-    """Orphans that lie in a directory now: held parts, and unowned regions of other engine ids."""
-    parts = [_kept(loose) for loose in found.loose if loose.kind is LooseKind.PART]
+    """Orphans that lie in a directory now: held parts, what only looks like one, and unowned regions of other ids."""
+    parts = [_kept(loose) for loose in found.loose if loose.kind is LooseKind.PART or loose.error]
     unowned = [
         _unowned(region)
         for region in found.regions
