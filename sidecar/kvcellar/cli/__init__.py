@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from kvcellar import __version__
@@ -73,6 +74,10 @@ def _run(given: list[str]) -> int:
             from kvcellar.cli import status
 
             return status.run(as_json=options.json)
+        case "install-library":
+            from kvcellar.cli import install_library
+
+            return install_library.run(options.directory)
         case _:
             from kvcellar.cli import clean
 
@@ -103,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print what /v1/regions gives")
     clean = commands.add_parser("clean", help="remove what nobody owns or holds")
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    install = commands.add_parser("install-library", help="put the library where engines find it")
+    install.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="engines get PYTHONPATH=DIR/current; its parent has to exist",
+    )
     commands.add_parser("demo", help="show it with a real engine", add_help=False)
     return parser
 
