@@ -49,7 +49,8 @@ WHYS: dict[Why, Explanation] = {
         "If it stays, look at the engine's log and at `notices` in the pod's annotation.",
     ),
     Why.RELEASED: Explanation(
-        "The region was freed, as its retention asked.", "Create the pod anew to have one again."
+        "The region was freed, as its retention asked.",
+        "Set `spec.retention` to keep to have one again, without its contents.",
     ),
     Why.REGION_FAILED: Explanation(
         "The sidecar cannot keep the region; `status.reason` says why.",

@@ -42,7 +42,9 @@ def install(path: Path, name: str = NAME, files: Files = FILES) -> None:
         directory.install(name, files)
 
 
-def command(path: Path, *wrapper: str | Path) -> subprocess.CompletedProcess[str]:
+def command(
+    path: Path, *wrapper: str | Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*wrapper, KVCELLAR, "install-library", path],
         env={k: v for k, v in os.environ.items() if not k.startswith("KVCELLAR_")},
@@ -50,7 +52,16 @@ def command(path: Path, *wrapper: str | Path) -> subprocess.CompletedProcess[str
         text=True,
         check=False,
         timeout=60,
+        cwd=cwd,
     )
+
+
+def command_as_nobody(library: Path) -> subprocess.CompletedProcess[str]:
+    """Run it as another uid, from inside the directory, to which that uid has no way."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can run a command as another uid")
+    wrapper = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return command(Path(), *wrapper, cwd=library)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -131,21 +142,25 @@ def test_everybody_can_read_it_whatever_the_umask_and_no_byte_code_lies_in_it(
 
 @pytest.mark.parametrize("mode", [0o777, 0o2777])
 def test_another_uid_installs_into_a_volume_of_root(library: Path, mode: int) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can run a command as another uid")
-    for path in library.parents:
-        if os.stat(path).st_uid == 0 and path.is_relative_to("/tmp") and path != Path("/tmp"):
-            path.chmod(path.stat().st_mode | 0o055)
     library.mkdir()
     library.chmod(mode)
-    as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    done = command(library, *as_nobody)
+    done = command_as_nobody(library)
     assert (done.returncode, done.stderr) == (0, "")
     assert (library / NAME).stat().st_uid == NOBODY
     assert stat.S_IMODE((library / NAME / "kvcellar").stat().st_mode) == 0o755
     # And root behind it finds it as it should be.
     assert command(library).returncode == 0
     assert tree(library / "current") == FILES
+
+
+def test_in_a_sticky_directory_the_link_of_another_uid_stays(library: Path) -> None:
+    install(library, version(0), OLD_FILES)
+    library.chmod(0o1777)
+    done = command_as_nobody(library)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "may not be replaced by this process" in done.stderr
+    assert tree(library / "current") == OLD_FILES
+    assert sorted(os.listdir(library)) == sorted([version(0), NAME, "current"])
 
 
 # --- versions ------------------------------------------------------------------------------------------

@@ -205,6 +205,17 @@ def test_silent_connections_do_not_take_every_descriptor(make_sidecar: MakeSidec
     assert sidecar.events("limits changed") == []
 
 
+def test_asking_for_another_protocol_is_passed_over_in_silence(make_sidecar: MakeSidecar) -> None:
+    sidecar = make_sidecar().start()
+    sidecar.until_state("Ready")
+    with socket.create_connection(("127.0.0.1", sidecar.port), timeout=10) as connection:
+        connection.sendall(
+            b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    assert '"level": "WARNING"' not in sidecar.log.read_text()
+
+
 def test_a_bad_chunked_body_costs_one_line_in_the_log_at_most(make_sidecar: MakeSidecar) -> None:
     sidecar = make_sidecar().start()
     sidecar.until_state("Ready")

@@ -43,6 +43,10 @@ class BoundedConnection(H11Protocol):
         )
 
     @override
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: the request is served as if it had not asked, and uvicorn's advice is for others."""
+
+    @override
     def send_400_response(self, msg: str) -> None:
         """Refuse what breaks HTTP, once: a body may do so after its request was taken up, or answered."""
         if self.cycle is not None:
