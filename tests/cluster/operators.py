@@ -23,10 +23,12 @@ from kvcellar_operator.crd import definitions
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
+from tests.cluster.box.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 _RBAC = "rbac.authorization.k8s.io"
 _END_S = 20.0
+_ASKING_ABOUT_ITSELF = ("authorization.k8s.io", "authentication.k8s.io")
 
 
 def install_crds(cluster: Access) -> None:
@@ -95,6 +97,27 @@ def user_of(access: Access) -> str:
     """The name under which the audit log knows this login."""
     shown = access.kubectl("auth", "whoami", "-o", "json").stdout
     return str(json.loads(shown)["status"]["userInfo"]["username"])
+
+
+def used(box: Cluster, access: Access) -> set[tuple[str, str]]:
+    """Verb and resource, with a subresource behind a slash, of everything that a login asked for."""
+    found = set()
+    for event in box.audit(user_of(access)):
+        about = event.get("objectRef", {})
+        if about.get("apiGroup", "") not in _ASKING_ABOUT_ITSELF:
+            resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
+            found.add((event["verb"], resource))
+    return found
+
+
+def refused(box: Cluster, access: Access) -> list[tuple[str, str]]:
+    """Verb and path of everything that a login was refused."""
+    forbidden = http.HTTPStatus.FORBIDDEN
+    return [
+        (event["verb"], event["requestURI"])
+        for event in box.audit(user_of(access))
+        if event["responseStatus"]["code"] == forbidden
+    ]
 
 
 def free_port() -> int:
@@ -177,6 +200,13 @@ class OperatorProcess:
             return 0
         pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_rss_bytes(self) -> int:
+        """The most resident memory that it ever had."""
+        if self._process is None:
+            return 0
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
     def log(self) -> str:
         """What it wrote."""

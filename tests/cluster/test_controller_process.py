@@ -1,41 +1,41 @@
 """The controller as a process beside a real API server, with pods that tests make and sidecars on loopback."""
 
-import itertools
 import json
-import random
-import secrets
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvcellar.contract import ANNOTATION_DESIRED, LABEL_INJECT, PlanBody, RegionState
-from kvcellar_operator.config import ControllerSettings, parse
+from kvcellar.contract import (
+    ANNOTATION_DESIRED,
+    ANNOTATION_SKIPPED,
+    LABEL_INJECT,
+    PlanBody,
+    RegionState,
+)
 from kvcellar_operator.controller import needs
-from kvcellar_operator.crd_region import spec_schema
 from kvcellar_operator.engines import region_object_name
-from kvcellar_operator.inject import InjectSettings, inject
 from kvcellar_operator.profiles import Capacity, Profile
 from kvcellar_operator.words import Told
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
-from tests.cluster.box.errors import ApiError
 from tests.cluster.operators import (
     OperatorProcess,
     granted,
     install_crds,
-    own_namespace,
+    refused,
+    used,
     user_of,
 )
+from tests.cluster.scenes import Scene, arguments, scene_of, settings_of
 from tests.support.fake_sidecars import (
     GIB,
-    FakeSidecar,
     FakeSidecars,
     Manner,
     attached,
@@ -43,10 +43,6 @@ from tests.support.fake_sidecars import (
 )
 
 pytestmark = pytest.mark.cluster
-
-SETTINGS = InjectSettings(image="kvcellar:test", version="0")
-PROFILE = Profile(capacity=Capacity("1Gi", size_bytes=GIB))
-QUICK = ("--poll-interval", "0.5", "--poll-timeout", "0.5", "--poll-max-backoff", "1")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,123 +56,13 @@ def sidecars() -> Iterator[FakeSidecars]:
         yield running
 
 
-@dataclass
-class Engine:
-    """A pod of a test and what its sidecar says."""
-
-    name: str
-    uid: str
-    sidecar: FakeSidecar
-
-    @property
-    def region_name(self) -> str:
-        return region_object_name(self.name, self.uid)
-
-
-@dataclass
-class Scene:
-    """One namespace, its pods and the controller that looks after them."""
-
-    cluster: Access
-    namespace: str
-    node: str
-    sidecars: FakeSidecars
-    process: OperatorProcess
-
-    @property
-    def regions_path(self) -> str:
-        return f"/apis/kvcellar.dev/v1alpha1/namespaces/{self.namespace}/offloadregions"
-
-    def create(self, name: str, *, injected: bool = True) -> JsonObject:
-        """Create a pod as the webhook lets it pass, bound to the node."""
-        engine = {
-            "name": "engine",
-            "image": "engine:1",
-            "command": ["vllm", "serve", "m"],
-            "resources": {"limits": {"cpu": "1", "memory": "2Gi"}},
-        }
-        body: JsonObject = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "labels": {LABEL_INJECT: "true"}},
-            "spec": {"containers": [engine], "nodeName": self.node},
-        }
-        if injected:
-            body = inject(body, self.namespace, PROFILE, SETTINGS).pod
-        return self.cluster.api.create(f"/api/v1/namespaces/{self.namespace}/pods", body)
-
-    def run(self, name: str) -> Engine:
-        """A pod that runs, with a sidecar that is well and an engine that is attached."""
-        uid = self.create(name)["metadata"]["uid"]
-        sidecar = self.sidecars.add()
-        sidecar.regions = [attached(uid)]
-        simulated.mark_running(self.cluster, self.namespace, name, sidecar.ip)
-        return Engine(name, uid, sidecar)
-
-    def delete(self, name: str) -> None:
-        simulated.finish_deletion(self.cluster, self.namespace, name)
-
-    def regions(self) -> list[JsonObject]:
-        return list(self.cluster.api.get(self.regions_path)["items"])
-
-    def region(self, name: str) -> JsonObject:
-        """An object; empty until it is there."""
-        try:
-            return self.cluster.api.get(f"{self.regions_path}/{name}")
-        except ApiError:
-            return {}
-
-    def holds(self, name: str, kind: str) -> tuple[str, str]:
-        """Status and reason of a condition."""
-        for each in self.region(name).get("status", {}).get("conditions", []):
-            if each["type"] == kind:
-                return each["status"], each["reason"]
-        return "", ""
-
-    def events(self) -> Counter[tuple[str, str]]:
-        """Counts of our Events, by reason and object."""
-        listed = self.cluster.api.get(f"/api/v1/namespaces/{self.namespace}/events")["items"]
-        return Counter(
-            {
-                (each["reason"], each["involvedObject"]["name"]): each["count"]
-                for each in listed
-                if each.get("source", {}).get("component") == "kvcellar-operator"
-            }
-        )
-
-    def until_holds(self, name: str, kind: str, status: str, reason: str) -> None:
-        until(
-            lambda: self.holds(name, kind) == (status, reason),
-            f"{kind} of {name} is {status} ({reason}), not {self.holds(name, kind)}",
-        )
-
-
-def settings_of(namespace: str) -> ControllerSettings:
-    settings = parse(["controller", *arguments(namespace)])
-    assert isinstance(settings, ControllerSettings)
-    return settings
-
-
-def arguments(namespace: str) -> list[str]:
-    return ["--namespace", namespace, "--watch-namespace", namespace, *QUICK]
-
-
 @pytest.fixture(scope="module")
 def scene(
     cluster: Access, sidecars: FakeSidecars, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scene]:
     """One controller for all tests of the module, which look at different pods."""
-    log = tmp_path_factory.mktemp("controller") / "log"
-    node = f"kvc-node-{secrets.token_hex(4)}"
-    simulated.create_node(cluster, node)
-    with (
-        own_namespace(cluster) as namespace,
-        granted(cluster, namespace, needs(settings_of(namespace))) as account,
-    ):
-        process = OperatorProcess(account, log, "controller", *arguments(namespace))
-        with process.running():
-            yield Scene(cluster, namespace, node, sidecars, process)
-    simulated.delete_node(cluster, node)
+    with scene_of(cluster, sidecars, tmp_path_factory.mktemp("controller")) as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -313,10 +199,76 @@ def test_whatever_a_sidecar_answers_the_object_says_so_and_the_others_stay_true(
 
 
 def test_a_pod_without_its_sidecar_is_told(scene: Scene) -> None:
-    uid = scene.create("bare", injected=False)["metadata"]["uid"]
+    uid = scene.create("bare", None)["metadata"]["uid"]
+    name = region_object_name("bare", uid)
     until(lambda: scene.events()[(Told.NOT_INJECTED, "bare")] == 1, "the Event")
-    if "capacity" not in spec_schema()["required"]:
-        scene.until_holds(region_object_name("bare", uid), "Degraded", "True", "NotInjected")
+    scene.until_holds(name, "Degraded", "True", "NotInjected")
+    assert "capacity" not in scene.region(name)["spec"]
+
+    # Deleted by hand it is made again, and told no second time.
+    scene.cluster.kubectl("delete", "-n", scene.namespace, "kvreg", name)
+    scene.until_holds(name, "Degraded", "True", "NotInjected")
+    assert scene.events()[(Told.NOT_INJECTED, "bare")] == 1
+
+
+def test_a_pod_of_which_no_capacity_is_known_has_an_object_that_says_so(scene: Scene) -> None:
+    half = Profile(capacity=Capacity("50%", share=Fraction(1, 2)))
+    pod = scene.create("endless", half, limit="")["metadata"]
+    name = region_object_name("endless", pod["uid"])
+    scene.until_holds(name, "Degraded", "True", "CapacityUnknown")
+    status = scene.region(name)["status"]
+    assert (status["phase"], status["reason"]) == ("Failed", pod["annotations"][ANNOTATION_SKIPPED])
+    assert status["reason"].startswith("NoMemoryLimit: ")
+
+    # What somebody chose needs no object.
+    scene.create("off", Profile(is_enabled=False))
+    simulated.mark_running(scene.cluster, scene.namespace, "endless")
+    time.sleep(1.0)
+    assert len(scene.regions()) == 1
+
+    refused = scene.cluster.kubectl(
+        *("patch", "-n", scene.namespace, "kvreg", name, "--type=merge"),
+        *("-p", '{"spec": {"capacity": "1Gi"}}'),
+        check=False,
+    )
+    assert "capacity cannot be added or removed" in refused.stderr
+
+
+def test_engine_ids_that_are_no_object_names_have_objects_all_the_same(scene: Scene) -> None:
+    ids = ["Chat_A.1", "chat-a.1", "x" * 128, "x" * 127 + "y", "_"]
+    engine = scene.run("ids", {"engineIds": ids, "capacityBytes": GIB})
+    engine.sidecar.regions = [attached(each) for each in ids]
+    names = {each: region_object_name("ids", each) for each in ids}
+    assert len(set(names.values())) == len(ids)
+    for each, name in names.items():
+        scene.until_holds(name, "Attached", "True", "EngineAttached")
+        assert scene.region(name)["spec"]["engineID"] == each
+
+
+def test_a_damaged_mark_without_a_capacity_leaves_an_object_that_the_sidecar_fills(
+    scene: Scene,
+) -> None:
+    engine = scene.run("damaged", {"engineIds": ["$(KVCELLAR_POD_UID)"], "capacityBytes": -1})
+    scene.until_holds(engine.region_name, "Settled", "True", "Settled")
+    body = scene.region(engine.region_name)
+    assert "capacity" not in body["spec"]
+    assert body["status"]["capacityBytes"] == GIB
+
+
+def test_a_controller_that_was_killed_counts_on_the_events_that_are_there(scene: Scene) -> None:
+    engine = scene.run("again")
+    scene.until_holds(engine.region_name, "Attached", "True", "EngineAttached")
+    told = (Told.ENGINE_RESTARTED, engine.region_name)
+    for starts in (2, 3):
+        engine.sidecar.regions = [attached(engine.uid, starts=starts)]
+        until(partial(has_count, scene, told, starts - 1), "the restart is told")
+        scene.process.end(signal.SIGKILL)
+        scene.process.start()
+        scene.process.until_ready()
+
+
+def has_count(scene: Scene, told: tuple[str, str], count: int) -> bool:
+    return scene.events()[told] == count
 
 
 def test_a_pod_that_a_quota_refuses_is_told(scene: Scene) -> None:
@@ -377,114 +329,16 @@ def test_two_controllers_at_once_do_not_flap(scene: Scene, tmp_path: Path) -> No
     assert {count for (_, about), count in scene.events().items() if about in names} == {1}
 
 
-class Traffic:
-    """Pods that come, go and crash at random, 10 to 30 of them."""
-
-    def __init__(self, scene: Scene, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self._scene = scene
-        self._engines: dict[str, Engine] = {}
-        self._numbers = itertools.count()
-
-    def move(self, times: int) -> None:
-        for _ in range(times):
-            n_engines = len(self._engines)
-            if n_engines < 10 or (n_engines < 30 and self.chance.random() < 0.6):
-                self._come()
-            elif self.chance.random() < 0.5:
-                self._go()
-            else:
-                self._crash()
-
-    def fill(self) -> None:
-        while len(self._engines) < 30:
-            self._come()
-
-    def differences(self) -> list[str]:
-        """What is not as it should be; nothing in the end."""
-        found = {each["metadata"]["name"]: each for each in self._scene.regions()}
-        wanted = {engine.region_name: engine for engine in self._engines.values()}
-        wrong = [f"orphaned: {name}" for name in found.keys() - wanted.keys()]
-        for name, engine in wanted.items():
-            status = found.get(name, {}).get("status", {})
-            said = {"phase": "Ready", "engineStarts": engine.sidecar.regions[0].engineStarts}
-            if {key: status.get(key) for key in said} != said:
-                wrong.append(f"not true: {name} says {status}")
-        return wrong
-
-    def crash_all(self) -> None:
-        for engine in self._engines.values():
-            self._restart(engine)
-
-    def _come(self) -> None:
-        engine = self._scene.run(f"traffic-{next(self._numbers)}")
-        self._engines[engine.name] = engine
-
-    def _go(self) -> None:
-        engine = self._engines.pop(self.chance.choice(list(self._engines)))
-        self._scene.delete(engine.name)
-
-    def _crash(self) -> None:
-        self._restart(self._engines[self.chance.choice(list(self._engines))])
-
-    def _restart(self, engine: Engine) -> None:
-        starts = engine.sidecar.regions[0].engineStarts + 1
-        engine.sidecar.regions = [attached(engine.uid, starts=starts)]
-
-
-@pytest.mark.parametrize(
-    "kills", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
-)
-def test_killed_at_random_moments_everything_is_true_in_the_end(scene: Scene, kills: int) -> None:
-    traffic = Traffic(scene, kills)
-    for _ in range(kills):
-        traffic.move(10)
-        # From before it has started, which takes a second or two, to well into its work.
-        time.sleep(traffic.chance.uniform(0.0, 5.0))
-        scene.process.end(signal.SIGKILL)
-        traffic.move(4)
-        scene.process.start()
-    traffic.fill()
-    # All of them crash before and after one more kill, so their Events are counted on by a controller that
-    # has not written them.
-    traffic.crash_all()
-    until_true(traffic)
-    scene.process.end(signal.SIGKILL)
-    scene.process.start()
-    traffic.crash_all()
-    until_true(traffic)
-    assert len(scene.regions()) == 30
-    # A restart of an engine may be told as often as there were some.
-    told = scene.events().items()
-    assert [key for key, count in told if count > 2 and key[0] != Told.ENGINE_RESTARTED] == []
-    assert max(count for (reason, _), count in told if reason == Told.ENGINE_RESTARTED) > 1
-
-
-def until_true(traffic: Traffic) -> None:
-    """Wait until every object says what its sidecar does, and none is left over."""
-    deadline = time.monotonic() + 30.0
-    while traffic.differences() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert traffic.differences() == []
-
-
 def test_it_used_every_right_that_it_asks_for_and_no_other(scene: Scene, box: Cluster) -> None:
     """It looks at what the controllers of all tests above did.
 
     An API server that starts refuses everything until it has read the rules, so this comes before an outage.
     """
-    used, refused = set(), []
-    for event in box.audit(user_of(scene.process.access)):
-        about = event.get("objectRef", {})
-        if event["responseStatus"]["code"] == 403:
-            refused.append((event["verb"], event["requestURI"]))
-        resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
-        used.add((event["verb"], resource))
-    assert refused == []
+    assert refused(box, scene.process.access) == []
     asked = {
         (verb, need.resource) for need in needs(settings_of(scene.namespace)) for verb in need.verbs
     }
-    assert asked - used == set()
+    assert asked - used(box, scene.process.access) == set()
 
 
 def test_it_goes_on_after_the_api_server_was_gone(scene: Scene, box: Cluster) -> None:

@@ -3,13 +3,11 @@
 import base64
 import contextlib
 import json
-import secrets
 import ssl
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,15 +17,12 @@ from kvcellar.contract import (
     ANNOTATION_INJECTED,
     ANNOTATION_SKIPPED,
     API_GROUP,
-    CONTAINER_SIDECAR,
-    LABEL_INJECT,
     LABEL_PROFILE,
 )
 from kvcellar_operator.certificates import next_bundle
 from kvcellar_operator.config import WebhookSettings, parse
-from kvcellar_operator.webhook import PATH, needs
+from kvcellar_operator.webhook import needs
 from tests.cluster.box.access import Access, until
-from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.operators import (
     OperatorProcess,
@@ -35,13 +30,14 @@ from tests.cluster.operators import (
     granted,
     install_crds,
     own_namespace,
-    user_of,
+    refused,
+    used,
 )
+from tests.cluster.webhooks import Webhook, arguments, is_injected, pod, started
 
 pytestmark = pytest.mark.cluster
 
 MEBIBYTE = 2**20
-CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,106 +45,11 @@ def _crds(cluster: Access) -> None:
     install_crds(cluster)
 
 
-@dataclass
-class Webhook:
-    """One webhook of a test, and what it is asked for."""
-
-    cluster: Access
-    namespace: str
-    name: str
-    port: int
-    process: OperatorProcess
-
-    @property
-    def pods(self) -> str:
-        return f"/api/v1/namespaces/{self.namespace}/pods"
-
-    def configure(self) -> None:
-        """What Helm makes: the configuration, without a caBundle."""
-        webhook = {
-            "name": "inject.kvcellar.dev",
-            "clientConfig": {"url": f"https://127.0.0.1:{self.port}{PATH}"},
-            "rules": [
-                {
-                    "apiGroups": [""],
-                    "apiVersions": ["v1"],
-                    "resources": ["pods"],
-                    "operations": ["CREATE"],
-                }
-            ],
-            "objectSelector": {"matchLabels": {LABEL_INJECT: "true"}},
-            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}},
-            "failurePolicy": "Ignore",
-            "reinvocationPolicy": "IfNeeded",
-            "sideEffects": "None",
-            "timeoutSeconds": 5,
-            "admissionReviewVersions": ["v1"],
-        }
-        self.cluster.api.create(
-            CONFIGURATIONS, {"metadata": {"name": self.name}, "webhooks": [webhook]}
-        )
-
-    def unconfigure(self) -> None:
-        self.cluster.api.delete(f"{CONFIGURATIONS}/{self.name}")
-
-    def create(self, body: JsonObject, *, dry: bool = True) -> JsonObject:
-        return self.cluster.api.create(self.pods, body, **({"dryRun": "All"} if dry else {}))
-
-    def spoil(self, data: dict[str, str] | None) -> None:
-        """Change what the Secret holds."""
-        path = f"/api/v1/namespaces/{self.namespace}/secrets/{self.name}"
-        self.cluster.api.patch(path, {"data": data})
-
-
-def arguments(namespace: str, name: str, port: int) -> list[str]:
-    return [
-        *("--namespace", namespace, "--image", "kvcellar:test", "--port", str(port)),
-        *("--tls-secret", name, "--tls-name", "127.0.0.1", "--drain", "0.2"),
-        *("--webhook-configuration", name),
-    ]
-
-
-@contextlib.contextmanager
-def started(cluster: Access, namespace: str, folder: Path) -> Iterator[Webhook]:
-    """A webhook that serves a namespace, with a ServiceAccount that may do what it needs."""
-    name, port = f"kvc-{secrets.token_hex(4)}", free_port()
-    argv = arguments(namespace, name, port)
-    settings = parse(["webhook", *argv])
-    assert isinstance(settings, WebhookSettings)
-    # The chart makes the Secret, so that no right to create Secrets is needed.
-    cluster.api.create(f"/api/v1/namespaces/{namespace}/secrets", {"metadata": {"name": name}})
-    with granted(cluster, namespace, needs(settings)) as account:
-        process = OperatorProcess(account, folder / "webhook.log", "webhook", *argv)
-        webhook = Webhook(cluster, namespace, name, port, process)
-        webhook.configure()
-        try:
-            with process.running():
-                yield webhook
-        finally:
-            webhook.unconfigure()
-
-
 @pytest.fixture(scope="module")
 def webhook(cluster: Access, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Webhook]:
     folder = tmp_path_factory.mktemp("webhook")
     with own_namespace(cluster) as namespace, started(cluster, namespace, folder) as running:
         yield running
-
-
-def pod(name: str = "engine", **labels: str) -> JsonObject:
-    engine = {
-        "name": "engine",
-        "image": "engine:1",
-        "command": ["vllm", "serve", "m"],
-        "resources": {"limits": {"cpu": "2", "memory": "2Gi"}},
-    }
-    metadata = {"name": name, "labels": {LABEL_INJECT: "true", **labels}}
-    return {"metadata": metadata, "spec": {"containers": [engine]}}
-
-
-def is_injected(body: JsonObject) -> bool:
-    names = [each["name"] for each in body["spec"].get("initContainers", [])]
-    return CONTAINER_SIDECAR in names
 
 
 def test_pods_are_injected_by_the_profile_they_name_or_say_why_not(webhook: Webhook) -> None:
@@ -203,18 +104,11 @@ def test_it_uses_every_right_that_it_asks_for_and_no_other(
     webhook.create(pod())
     until(lambda: webhook.process.metric("kvcellar_webhook_profiles_age_seconds") >= 0, "it is up")
     account = webhook.process.access
-    used, refused = set(), []
-    for event in box.audit(user_of(account)):
-        about = event.get("objectRef", {})
-        if event["responseStatus"]["code"] == 403:
-            refused.append(event["requestURI"])
-        if about.get("apiGroup", "") not in ("authorization.k8s.io", "authentication.k8s.io"):
-            used.add((event["verb"], about.get("resource")))
-    assert refused == []
+    assert refused(box, account) == []
     settings = parse(["webhook", *arguments(webhook.namespace, webhook.name, webhook.port)])
     assert isinstance(settings, WebhookSettings)
     asked = {(verb, need.resource) for need in needs(settings) for verb in need.verbs}
-    assert asked - used == set()
+    assert asked - used(box, account) == set()
     assert webhook.process.metric("kvcellar_operator_missing_permissions") == 0
 
 
@@ -314,8 +208,8 @@ def test_files_are_served_as_they_change_and_bad_ones_are_named(
     folder = tmp_path / "tls"
     folder.mkdir()
 
-    def write(name: str) -> None:
-        bundle = next_bundle(None, [name], datetime.now(UTC))
+    def write(name: str, age: timedelta = timedelta()) -> None:
+        bundle = next_bundle(None, [name], datetime.now(UTC) - age)
         assert bundle is not None
         for file, content in (
             ("ca.crt", bundle.authorities),
@@ -337,6 +231,8 @@ def test_files_are_served_as_they_change_and_bad_ones_are_named(
             until(lambda: "tls.crt cannot be read" in process.health("/readyz")[1], "missing files")
             write("elsewhere.svc")
             until(lambda: "is not for 127.0.0.1" in process.health("/readyz")[1], "a wrong name")
+            write("127.0.0.1", timedelta(days=400))
+            until(lambda: "tls.crt expired at" in process.health("/readyz")[1], "an old one")
             write("127.0.0.1")
             process.until_ready()
 
