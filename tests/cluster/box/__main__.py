@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,10 +15,15 @@ from tests.cluster.box.errors import BoxError
 from tests.cluster.box.programs import programs
 from tests.cluster.box.record import Record
 from tests.cluster.box.settings import Settings
+from tests.cluster.images import recipes
 
 
-def up(folder: Path, *, bridge: bool) -> None:
+def up(folder: Path, *, bridge: bool, node: bool) -> None:
     """Leave a cluster running in `folder`, or the one that runs there; print how to reach it."""
+    if node and os.geteuid() != 0:
+        raise BoxError(
+            "a cluster with a node takes namespaces, mounts and cgroups: run this as root"
+        )
     record = Record.load(folder)
     if record is not None and not all(
         process.is_running() for process in record.processes.values()
@@ -26,7 +32,11 @@ def up(folder: Path, *, bridge: bool) -> None:
         record.remove_all()
         record = None
     if record is None:
-        Cluster(Settings.choose(folder, bridge=bridge), programs()).start(keep_running=True)
+        made = [image.archive for image in recipes.images()] if node else []
+        cluster = Cluster(Settings.choose(folder, bridge=bridge, node=node), programs())
+        cluster.start(keep_running=True)
+        for archive in made:
+            cluster.node.import_image(archive)
     sys.stdout.write(f"export KUBECONFIG={shlex.quote(str(folder / 'kubeconfig'))}\n")
     sys.stdout.write(f"export PATH={shlex.quote(str(programs()))}:$PATH\n")
 
@@ -50,13 +60,14 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     starter = commands.add_parser("up")
     starter.add_argument("--bridge", action="store_true", help="with a bridge; needs root")
+    starter.add_argument("--node", action="store_true", help="with a real node; needs root")
     for command in (starter, commands.add_parser("down"), commands.add_parser("keep")):
         command.add_argument("folder", type=Path, help="the cluster's own; made and removed")
     arguments = parser.parse_args()
     try:
         match arguments.command:
             case "up":
-                up(arguments.folder.resolve(), bridge=arguments.bridge)
+                up(arguments.folder.resolve(), bridge=arguments.bridge, node=arguments.node)
             case "down":
                 down(arguments.folder.resolve())
             case _:

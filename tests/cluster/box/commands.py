@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.cluster.box.access import kubeconfig_text
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.certificates import Authority, KeyPair, private_key
+from tests.cluster.box.node_files import NodeFiles
 from tests.cluster.box.settings import Settings
 
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -19,6 +20,8 @@ _USERS = {
     _ADMIN: ("kvcellar-admin", ("system:masters",)),
     "kube-controller-manager": ("system:kube-controller-manager", ()),
     "kube-scheduler": ("system:kube-scheduler", ()),
+    "kube-proxy": ("system:kube-proxy", ()),
+    "kubelet": ("system:node:{node}", ("system:nodes",)),
 }
 """Each holder of a token, its name as a user and its groups."""
 
@@ -54,6 +57,9 @@ class Files:
     audit_policy: Path
     kubeconfigs: dict[str, Path]
     """By the holder of the token; ``admin`` is the tests' own."""
+    node: NodeFiles | None
+    kubelet_client: KeyPair
+    """What the API server shows to a kubelet."""
 
     @classmethod
     def write(cls, settings: Settings) -> "Files":
@@ -66,19 +72,23 @@ class Files:
         tokens = {holder: secrets.token_hex(16) for holder in _USERS}
         ca_pem = authority.own.certificate.read_text()
         server = f"https://{settings.address}:{settings.api_port}"
+        kubeconfigs = {
+            holder: _written(
+                folder / ("kubeconfig" if holder == _ADMIN else f"{holder}.kubeconfig"),
+                kubeconfig_text(server, ca_pem, {"token": token}),
+            )
+            for holder, token in tokens.items()
+        }
+        node = settings.node
         return cls(
             authority=authority,
             serving=authority.server("kube-apiserver", names),
             token_key=private_key(folder / "certificates" / "tokens.key"),
-            tokens=_written(folder / "tokens.csv", _token_lines(tokens)),
+            tokens=_written(folder / "tokens.csv", _token_lines(tokens, node.name if node else "")),
             audit_policy=_written(folder / "audit-policy.json", json.dumps(AUDIT_POLICY)),
-            kubeconfigs={
-                holder: _written(
-                    folder / ("kubeconfig" if holder == _ADMIN else f"{holder}.kubeconfig"),
-                    kubeconfig_text(server, ca_pem, {"token": token}),
-                )
-                for holder, token in tokens.items()
-            },
+            kubeconfigs=kubeconfigs,
+            node=NodeFiles.write(settings, node, authority, kubeconfigs) if node else None,
+            kubelet_client=authority.client("kubelet-client", "kube-apiserver", ["system:masters"]),
         )
 
 
@@ -141,6 +151,9 @@ def _api_server(settings: Settings, files: Files) -> Sequence[str]:
         f"--service-account-signing-key-file={files.token_key}",
         "--allow-privileged=true",
         "--kubelet-preferred-address-types=InternalIP",
+        f"--kubelet-certificate-authority={files.authority.own.certificate}",
+        f"--kubelet-client-certificate={files.kubelet_client.certificate}",
+        f"--kubelet-client-key={files.kubelet_client.key}",
         f"--audit-policy-file={files.audit_policy}",
         f"--audit-log-path={audit_log(settings)}",
         # In MB; a rotated log would hide what happened before.
@@ -166,12 +179,13 @@ def _controller_manager(settings: Settings, files: Files) -> Sequence[str]:
     )
 
 
-def _token_lines(tokens: dict[str, str]) -> str:
+def _token_lines(tokens: dict[str, str], node: str) -> str:
     """The file of tokens. Source: kube-apiserver's ``--token-auth-file``."""
     lines = []
     for holder, token in tokens.items():
         user, groups = _USERS[holder]
-        lines.append(f'{token},{user},{user},"{",".join(groups)}"\n')
+        name = user.format(node=node)
+        lines.append(f'{token},{name},{name},"{",".join(groups)}"\n')
     return "".join(lines)
 
 

@@ -4,6 +4,7 @@ The record lies in the cluster's folder. Whoever reads it can remove every trace
 one that started it, the keeper after a crash of that one, or ``make cluster-down`` days later.
 """
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tests.cluster.box import cgroups
 from tests.cluster.box.errors import BoxError
 from tests.cluster.box.processes import ProcessId, end_all
 
@@ -24,6 +26,12 @@ class Record:
     folder: Path
     """All of the cluster's files but its logs; removed last, with the record in it."""
     bridge: str | None = None
+    link: str | None = None
+    """The node's end on the bridge."""
+    group: str | None = None
+    """The node's cgroup, and with it all that runs on the node."""
+    folders: list[str] = field(default_factory=list)
+    """Folders outside its own that it had to make; removed if they are empty."""
     processes: dict[str, ProcessId] = field(default_factory=dict)
     """By name, in the order of their start."""
 
@@ -35,32 +43,73 @@ class Record:
         except FileNotFoundError:
             return None
         processes = {name: ProcessId(**process) for name, process in raw["processes"].items()}
-        return cls(folder, raw["bridge"], processes)
+        return cls(
+            folder, raw["bridge"], raw["link"], raw["group"], list(raw["folders"]), processes
+        )
 
     def save(self) -> None:
         """Replace the file at once, so that a reader sees this record or the one before."""
         processes = {name: asdict(process) for name, process in self.processes.items()}
-        text = json.dumps({"bridge": self.bridge, "processes": processes}, indent=2)
+        links = {"bridge": self.bridge, "link": self.link, "group": self.group}
+        raw = {**links, "folders": self.folders, "processes": processes}
+        text = json.dumps(raw, indent=2)
         scratch = self.folder / f"{_FILE}.new"
         scratch.write_text(text)
         scratch.rename(self.folder / _FILE)
 
     def remove_all(self) -> None:
-        """End the processes, last started first, then remove the bridge and the folder.
+        """End the processes, last started first, then remove links, cgroups and folders.
 
         What it needs not find is fine: it may follow another one that was interrupted.
 
         Raises:
-            BoxError: a process outlived its kill; the record stays.
+            BoxError: a process outlived its kill, or a cgroup is not empty; the record stays.
         """
         left = end_all(reversed(self.processes.values()))
         if left:
             raise BoxError(
                 f"processes {[process.pid for process in left]} do not end: {self.folder}"
             )
-        if self.bridge is not None and Path("/sys/class/net", self.bridge).exists():
-            subprocess.run(["ip", "link", "delete", self.bridge], check=True, timeout=10)
+        if self.group is not None:
+            # Containers and their shims: nobody waits for them, and they keep the node's mounts alive.
+            groups = cgroups.remove(self.group)
+            if groups:
+                raise BoxError(f"cgroups {groups} cannot be removed: {self.folder}")
+        for link in (self.link, self.bridge):
+            if link is not None:
+                _remove_link(link)
         _remove_folder(self.folder)
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()
+
+    def traces(self) -> list[str]:
+        """What is left of the cluster on this machine, in words; empty after `remove_all`."""
+        left = [
+            f"process {process.pid} ({name})"
+            for name, process in self.processes.items()
+            if process.is_running()
+        ]
+        if self.group is not None:
+            left += [f"cgroup {group}" for group in cgroups.groups(self.group)]
+        for link in (self.link, self.bridge):
+            if link is not None and Path("/sys/class/net", link).exists():
+                left.append(f"interface {link}")
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+        left += [f"mount {line}" for line in mounts if f"{self.folder}/" in line]
+        if self.folder.exists():
+            left.append(f"folder {self.folder}")
+        return left
+
+
+def _remove_link(name: str, deadline_s: float = 10.0) -> None:
+    """Remove a link, which may be going already: the kernel takes a namespace apart later."""
+    deadline = time.monotonic() + deadline_s
+    while Path("/sys/class/net", name).exists():
+        argv = ["ip", "link", "delete", name]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+        if done.returncode != 0 and time.monotonic() > deadline:
+            raise BoxError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
 def _remove_folder(folder: Path, deadline_s: float = 5.0) -> None:

@@ -4,9 +4,11 @@ A cluster is on loopback, or has a bridge.
 
 - *On loopback* needs no root. The API server listens on 127.0.0.1, and the addresses of Services are
   loopback addresses too: whoever listens on a Service's address and port serves it.
-- *With a bridge* needs root. The bridge carries the node's address, on which the API server listens.
-  The API server finds a Service through its endpoints, which may be any address of the bridge, as it
-  refuses endpoints on loopback.
+- *With a bridge* needs root. The API server listens on the bridge's address. It finds a Service through
+  its endpoints, which may be any address of the bridge, as it refuses endpoints on loopback.
+- *With a node* has a bridge too, and a network and mount namespace that is the node (`real_node`), one of its
+  ends on the bridge. Pods have addresses of the bridge's subnet, so that tests and the API server reach
+  them, and nothing beyond it.
 """
 
 import random
@@ -32,7 +34,28 @@ class Bridge:
     name: str
     """At most 15 characters. Source: IFNAMSIZ of Linux."""
     interface: IPv4Interface
-    """The node's address, and the subnet that it is in."""
+    """The control plane's address, and the subnet that it is in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The place of a real node: kubelet, container runtime and pods."""
+
+    name: str
+    """As an object of the cluster, and of the cgroup, in every controller, that all of it is in."""
+    interface: IPv4Interface
+    """The node's address, and the subnet that its pods are in."""
+    link: str
+    """The end of its link that is on the bridge; at most 15 characters."""
+    restart_period_s: int = 1
+    """The longest pause before a crashed container is started again. Source: the kubelet's
+    ``crashLoopBackOff.maxContainerRestartPeriod``, whose least value this is."""
+
+    @property
+    def pod_addresses(self) -> tuple[str, str]:
+        """The first and the last address that a pod may get."""
+        network = self.interface.network
+        return str(network[10]), str(network[250])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,7 @@ class Settings:
     etcd_peer_port: int
     service_subnet: IPv4Network
     bridge: Bridge | None = None
+    node: Node | None = None
     node_grace_s: int = 24 * 3600
     """How long a node without a heartbeat counts as ready: simulated nodes send none."""
 
@@ -57,15 +81,19 @@ class Settings:
         return "127.0.0.1" if self.bridge is None else str(self.bridge.interface.ip)
 
     @classmethod
-    def choose(cls, folder: Path, logs: Path | None = None, *, bridge: bool = False) -> "Settings":
+    def choose(
+        cls, folder: Path, logs: Path | None = None, *, bridge: bool = False, node: bool = False
+    ) -> "Settings":
         """A place that no other cluster has: free ports, and subnets that follow from them.
 
         Args:
             folder: where the cluster's files go; it may not exist yet.
             logs: where its logs go; by default into `folder`, and so away with it.
             bridge: whether it has one.
+            node: whether it has a real node, and so a bridge as well.
         """
         api_port, offset = _free_ports()
+        made = _bridge(offset) if bridge or node else None
         return cls(
             folder=folder,
             logs=logs or folder / "logs",
@@ -73,9 +101,10 @@ class Settings:
             etcd_port=api_port + 1,
             etcd_peer_port=api_port + 2,
             service_subnet=_subnet(
-                IPv4Network("10.128.0.0/12" if bridge else "127.64.0.0/12"), offset
+                IPv4Network("127.64.0.0/12" if made is None else "10.128.0.0/12"), offset
             ),
-            bridge=_bridge(offset) if bridge else None,
+            bridge=made,
+            node=_node(made) if node and made is not None else None,
         )
 
 
@@ -111,3 +140,10 @@ def _bridge(group: int) -> Bridge:
         raise BoxError("no command ip on this machine: install iproute2")
     subnet = _subnet(IPv4Network("10.80.0.0/12"), group)
     return Bridge(f"kvc{group}", IPv4Interface(f"{subnet.network_address + 1}/24"))
+
+
+def _node(bridge: Bridge) -> Node:
+    """The node on a bridge."""
+    network = bridge.interface.network
+    interface = IPv4Interface(f"{network[2]}/{network.prefixlen}")
+    return Node(bridge.name, interface, f"{bridge.name}n")
