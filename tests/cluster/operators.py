@@ -104,8 +104,9 @@ def used(box: Cluster, access: Access) -> set[tuple[str, str]]:
     found = set()
     for event in box.audit(user_of(access)):
         about = event.get("objectRef", {})
-        if about.get("apiGroup", "") not in _ASKING_ABOUT_ITSELF:
-            resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
+        # Versions and the like are no resources, and anybody may ask for them.
+        if "resource" in about and about.get("apiGroup", "") not in _ASKING_ABOUT_ITSELF:
+            resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
             found.add((event["verb"], resource))
     return found
 
