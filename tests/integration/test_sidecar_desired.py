@@ -61,6 +61,10 @@ def until_seen(sidecar: Sidecar, generation: int) -> dict[str, Any]:
     return sidecar.region()
 
 
+def until_reason(sidecar: Sidecar, said: str) -> None:
+    until_region(sidecar, said, lambda region: said in region["reason"])
+
+
 def hold(fork: Fork, sidecar: Sidecar) -> Child:
     """A process of an engine that is attached until it is killed."""
 
@@ -229,6 +233,34 @@ def test_a_region_of_an_earlier_sidecar_is_freed_by_the_next_one(
     assert used_bytes(volume) == 0
 
 
+def test_a_held_region_of_an_earlier_sidecar_is_adopted_and_freed_after_its_holder(
+    sidecar: Sidecar, desired: DownwardVolume, fork: Fork, volume: Path
+) -> None:
+    engine = hold(fork, sidecar)
+    sidecar.end()
+    desired.write(wish(2, retention="now"))
+    sidecar.start()
+    region = sidecar.until_state("Ready")
+    assert (region["observedGeneration"], len(region["participants"])) == (2, 1)
+    engine.kill()
+    sidecar.until_state("Released")
+    assert used_bytes(volume) == 0
+
+
+def test_what_is_desired_of_one_engine_leaves_the_others(
+    make_sidecar: MakeSidecar, desired: DownwardVolume
+) -> None:
+    sidecar = make_sidecar(**variables(desired), KVCELLAR_ENGINES="2").start()
+    for engine_id in ("eng_dp0", "eng_dp1"):
+        sidecar.until_state("Ready", engine_id=engine_id)
+    regions = {"eng_dp1": DesiredRegion(2, retention="now"), "other": DesiredRegion(9)}
+    desired.write(desired_text(DesiredState(UID, regions)))
+    sidecar.until_state("Released", engine_id="eng_dp1")
+    assert sidecar.region("eng_dp0")["state"] == "Ready"
+    assert sidecar.region("eng_dp0")["observedGeneration"] == 0
+    assert sorted({name.partition(".")[0] for name in sidecar.files}) == ["eng_dp0"]
+
+
 # --- what cannot be used ------------------------------------------------------------------------------
 
 GARBAGE = [
@@ -238,40 +270,37 @@ GARBAGE = [
     (b'{"podUID":"' + UID.encode() + b'","regions":[]}', "its regions is a list"),
     (wish(9, retention="now", uid="another").encode(), f"of pod another, and this is pod {UID}"),
     (wish(9, retention="soon").encode(), "retention of its region eng is soon"),
-    (wish(1, retention="now").encode(), "its generation 1 is below 2, which is in force"),
+    (wish(1, retention="now").encode(), "its generation 1 is below 8, which is in force"),
 ]
 
 
-@pytest.mark.parametrize(("garbage", "said"), GARBAGE)
 def test_what_cannot_be_used_is_inert_and_said_once(
-    sidecar: Sidecar, desired: DownwardVolume, garbage: bytes, said: str
+    sidecar: Sidecar, desired: DownwardVolume
 ) -> None:
     desired.write(wish(2, retention="1h"))
     until_seen(sidecar, 2)
-    desired.write(garbage)
-    until_region(sidecar, said, lambda region: said in region["reason"])
-    assert sidecar.metrics()[UNUSED] == 1
-    region = sidecar.region()
-    assert (region["state"], region["retention"], region["observedGeneration"]) == (
-        "Ready",
-        "1h",
-        2,
-    )
-    assert sidecar.get("/readyz")[0] == 200
-
-    desired.write(wish(3, retention="2h"))
-    assert until_seen(sidecar, 3)["reason"] == ""
-    assert sidecar.metrics()[UNUSED] == 0
-    (line,) = sidecar.events("desired state not used")
-    assert said in line["reason"]
-    assert line["level"] == "WARNING"
+    for generation, (garbage, said) in enumerate(GARBAGE, start=2):
+        desired.write(garbage)
+        until_reason(sidecar, said)
+        region = sidecar.region()
+        assert (region["state"], region["observedGeneration"]) == ("Ready", generation)
+        assert region["retention"] == "1h"
+        assert sidecar.metrics()[UNUSED] == 1
+        assert sidecar.get("/readyz")[0] == 200
+        desired.write(wish(generation + 1, retention="1h"))
+        assert until_seen(sidecar, generation + 1)["reason"] == ""
+        assert sidecar.metrics()[UNUSED] == 0
+    lines = sidecar.events("desired state not used")
+    assert {line["level"] for line in lines} == {"WARNING"}
+    for line, (_, said) in zip(lines, GARBAGE, strict=True):
+        assert said in line["reason"]
 
 
 def test_a_pipe_in_its_place_holds_nothing_up(sidecar: Sidecar, desired: DownwardVolume) -> None:
     desired.write(wish(2, retention="1h"))
     until_seen(sidecar, 2)
     desired.make_pipe()
-    until_region(sidecar, "a reason", lambda r: "it is no regular file" in r["reason"])
+    until_reason(sidecar, "it is no regular file")
     assert sidecar.region()["observedGeneration"] == 2
     desired.write(wish(3, retention="now"))
     sidecar.until_state("Released")
