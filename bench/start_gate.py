@@ -7,11 +7,12 @@ Engines start three ways in turn, each `--rounds` times:
   while the engine loads, and the engine attaches to what is ready;
 - *after*: the engine starts once the region is ready, to show what waiting would have cost.
 
-Printed: medians, the reserve time, and (gated - alone) / reserve time. The claim is that this is at most
+Printed: medians, the reserve time, and the median of (gated - alone) / reserve time. The claim is that this is at most
 0.10, for an engine that loads for longer than the reserve takes. Run it on a quiet machine.
 """
 
 import argparse
+import enum
 import json
 import statistics
 import sys
@@ -30,6 +31,14 @@ from kvcellar.demo.story import ENGINE_ID
 _HEAD_ROOM_BYTES = 1 << 30
 
 
+class Kind(enum.Enum):
+    """How an engine starts."""
+
+    ALONE = "alone"
+    GATED = "gated"
+    AFTER = "after"
+
+
 class Bench:
     """One bench run: settings, and the seconds that were measured."""
 
@@ -39,46 +48,45 @@ class Bench:
         self._capacity_bytes = capacity_bytes
         self._folder = folder
         self._model = write_checkpoint(ModelKind.LLAMA, folder / "model")
-        self.seconds: dict[str, list[float]] = {
-            "alone": [],
-            "gated": [],
-            "after": [],
-            "reserve": [],
-        }
+        self.seconds: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+        self.reserve_s: list[float] = []
 
     def warm_up(self) -> None:
         """A start that does not count: vLLM keeps what it learns of the model's class."""
-        self._start(None, waits=False)
+        self._start(Kind.ALONE)
 
     def round(self) -> None:
         """One start of each kind."""
-        self.seconds["alone"].append(self._start(None, waits=False))
-        self.seconds["gated"].append(self._start(self._capacity_bytes, waits=False))
-        self.seconds["after"].append(self._start(self._capacity_bytes, waits=True))
+        for kind in Kind:
+            took_s = self._start(kind)
+            self.seconds[kind].append(took_s)
+            sys.stdout.write(f"{kind.value:8} {took_s:6.2f} s\n")
+            sys.stdout.flush()
 
-    def _start(self, capacity_bytes: int | None, *, waits: bool) -> float:
-        """Seconds until an engine serves; with a capacity, beside a sidecar that starts now too."""
-        with Sandbox.open((capacity_bytes or 0) + _HEAD_ROOM_BYTES) as sandbox:
+    def _start(self, kind: Kind) -> float:
+        """Seconds until an engine serves, counted from where the sidecar starts, if there is one."""
+        capacity_bytes = 0 if kind is Kind.ALONE else self._capacity_bytes
+        with Sandbox.open(capacity_bytes + _HEAD_ROOM_BYTES) as sandbox:
             began = time.monotonic()
             sidecar = self._sidecar(sandbox, capacity_bytes) if capacity_bytes else None
-            if sidecar is not None and waits:
+            if sidecar is not None and kind is Kind.AFTER:
                 sidecar.wait_for("Ready", lambda body: body["state"] == "Ready", timeout_s=600.0)
             with self._engine(sandbox, offload=sidecar is not None) as engine:
                 engine.wait_ready()
                 took_s = time.monotonic() - began
                 if sidecar is not None:
-                    held = sidecar.wait_for("held", lambda body: len(body["participants"]) == 2)
-                    self._note_reserve(sandbox, sidecar, held["state"])
+                    sidecar.wait_for("held", lambda body: len(body["participants"]) == 2)
+                    self._note_reserve(sidecar)
                 engine.shutdown()
             if sidecar is not None:
                 sidecar.terminate()
         return took_s
 
-    def _note_reserve(self, sandbox: Sandbox, sidecar: Sidecar, state: str) -> None:
+    def _note_reserve(self, sidecar: Sidecar) -> None:
         sidecar.wait_for("Ready", lambda body: body["state"] == "Ready", timeout_s=600.0)
         log = (self._folder / "sidecar.log").read_text().splitlines()
         ready = [json.loads(line) for line in log if '"region ready"' in line][-1]
-        self.seconds["reserve"].append(ready["reserve_seconds"] + ready["settle_seconds"])
+        self.reserve_s.append(ready["reserve_seconds"] + ready["settle_seconds"])
 
     def _sidecar(self, sandbox: Sandbox, capacity_bytes: int) -> Sidecar:
         log = self._folder / "sidecar.log"
@@ -96,6 +104,21 @@ class Bench:
         return Engine.start(config, sandbox, self._folder / "engine.log")
 
 
+def report(bench: Bench, capacity_bytes: int) -> str:
+    """The figures as text: medians, and the median over rounds of what the region cost."""
+    extra_s = statistics.median(
+        gated - alone
+        for alone, gated in zip(bench.seconds[Kind.ALONE], bench.seconds[Kind.GATED], strict=True)
+    )
+    reserve_s = statistics.median(bench.reserve_s)
+    medians = [f"{kind.value} {statistics.median(bench.seconds[kind]):.1f} s" for kind in Kind]
+    return (
+        f"medians: {', '.join(medians)}; reserve and settle {reserve_s:.1f} s\n"
+        f"region of {capacity_bytes / 2**30:.1f} GiB: the gated start took {extra_s:+.2f} s, "
+        f"{extra_s / reserve_s:+.2f} of the reserve time"
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the rounds and print the figures; always 0, since it measures and does not judge."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -108,15 +131,7 @@ def main(arguments: Sequence[str]) -> int:
         bench.warm_up()
         for _ in range(given.rounds):
             bench.round()
-    medians = {name: statistics.median(values) for name, values in bench.seconds.items()}
-    extra = medians["gated"] - medians["alone"]
-    for name, values in bench.seconds.items():
-        shown = ", ".join(f"{value:.1f}" for value in values)
-        sys.stdout.write(f"{name:8} median {medians[name]:6.2f} s   ({shown})\n")
-    sys.stdout.write(
-        f"region of {given.capacity / 2**30:.1f} GiB: the gated start took {extra:+.2f} s, "
-        f"{extra / medians['reserve']:+.2f} of the reserve time\n"
-    )
+    sys.stdout.write(report(bench, given.capacity) + "\n")
     return 0
 
 
