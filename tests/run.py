@@ -58,6 +58,7 @@ class Command:
 STEPS: tuple[Suite | Command, ...] = (
     Suite("unit", folder="tests/unit", venv=".venv", soak_options=("--hypothesis-profile=full",)),
     Suite("integration", folder="tests/integration", venv=".venv"),
+    Suite("gpu", folder="tests/gpu", venv=".venv"),
     Command(
         "demo",
         (".venv/bin/kvcellar", "demo", "--engine-python", ".venv-vllm/bin/python"),
@@ -141,7 +142,7 @@ def run_suite(suite: Suite, tally: Tally, *, is_soak: bool) -> None:
         print(f"no {python.relative_to(ROOT)}: run make {suite.venv.removeprefix('.')}", flush=True)
         tally.failed += 1
         return
-    marks = "soak and not gpu" if is_soak else "not soak and not gpu"
+    marks = "soak" if is_soak else "not soak"
     options = suite.soak_options if is_soak else ()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
@@ -188,14 +189,6 @@ def run_steps(steps: Sequence[Suite | Command], tally: Tally, *, is_soak: bool) 
                 run_command(step, tally)
 
 
-def gpu_left_out() -> str:
-    """Why the GPU tests are not among the steps, in words."""
-    has_gpu = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-    if has_gpu:
-        return "gpu - has its own run: pytest -m gpu tests/gpu"
-    return "gpu - no GPU on this machine"
-
-
 def print_summary(tally: Tally, is_ci: bool) -> None:
     """Print what was left out, the skips that CI refuses, and the count as the last line."""
     for reason in tally.left_out:
@@ -225,7 +218,6 @@ def main() -> int:
     if not arguments.steps:
         if not arguments.soak:
             tally.left_out.append("soak - run make soak")
-        tally.left_out.append(gpu_left_out())
 
     is_ci = os.environ.get("CI") == "true"
     print_summary(tally, is_ci)
