@@ -215,9 +215,8 @@ def main() -> int:
     chosen = SOAK_STEPS if arguments.soak else STEPS
     steps = [step for step in chosen if not arguments.steps or step.name in arguments.steps]
     run_steps(steps, tally, is_soak=arguments.soak)
-    if not arguments.steps:
-        if not arguments.soak:
-            tally.left_out.append("soak - run make soak")
+    if not arguments.steps and not arguments.soak:
+        tally.left_out.append("soak - run make soak")
 
     is_ci = os.environ.get("CI") == "true"
     print_summary(tally, is_ci)

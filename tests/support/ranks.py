@@ -131,11 +131,15 @@ def _report(end: Connection) -> Callable[[object], list[object]]:
 
 
 def _obey(region: Region, connection: Connection) -> None:
-    """Answer the name of an action of `_ACTIONS`, or a tuple of the name and its arguments."""
+    """Answer the name of an action of `_ACTIONS`, or a tuple of the name and its arguments.
+
+    In place of a name a function of a module may be given.
+    """
     while True:
         said = connection.recv()
         name, *arguments = said if isinstance(said, tuple) else (said,)
-        connection.send(_ACTIONS[name](region, *arguments))
+        action = name if callable(name) else _ACTIONS[name]
+        connection.send(action(region, *arguments))
 
 
 @dataclass(frozen=True)
