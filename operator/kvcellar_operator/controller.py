@@ -24,7 +24,7 @@ from kvcellar_operator.connection import Connection
 from kvcellar_operator.http_server import health_app, listen, serving
 from kvcellar_operator.listening import Listener
 from kvcellar_operator.metrics import Age, ControllerMetrics
-from kvcellar_operator.objects import key_of
+from kvcellar_operator.objects import FIELD_MANAGER, key_of
 from kvcellar_operator.podview import view_pod
 from kvcellar_operator.polling import PollLoop
 from kvcellar_operator.posting import EventPoster
@@ -191,6 +191,8 @@ class Controller:
                 standalone=True,
                 clusterwide=not namespaces,
                 namespaces=namespaces,
+                # kopf's default asks for the user's name, which there is none of in a container.
+                identity=FIELD_MANAGER,  # type: ignore[arg-type]  # a NewType that kopf does not export
             )
         )
         await asyncio.wait({told, watching}, return_when=asyncio.FIRST_COMPLETED)
