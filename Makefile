@@ -24,6 +24,11 @@ PY := .venv/bin/python
 SYSTEM_TOOLS := flock:util-linux unshare:util-linux strace:strace ps:procps \
 	openssl:openssl ip:iproute2
 
+# Those of the test cluster besides.
+CLUSTER_TOOLS := $(SYSTEM_TOOLS) nsenter:util-linux runc:runc buildah:buildah \
+	/usr/lib/cni/bridge:containernetworking-plugins iptables:iptables \
+	go:golang-go conntrack:conntrack debootstrap:debootstrap busybox:busybox-static
+
 hash_of = $(firstword $(shell sha256sum $(1) | sha256sum))
 SOURCES := $(shell find sidecar operator -type f -not -name '*.py[co]' | LC_ALL=C sort)
 WHEEL_HASH := $(call hash_of,pyproject.toml README.md LICENSE $(SOURCES))
@@ -100,10 +105,14 @@ venv-vllm31: .venv-vllm31/.kvcellar-$(WHEEL_HASH) ## .venv-vllm31: vLLM 0.31 and
 
 # ---- checks and tests
 
-.PHONY: system
-system: ## check the commands that tests and demo call; as root, install what is missing
+.PHONY: system system-cluster
+system: TOOLS_NEEDED := $(SYSTEM_TOOLS)
+system: ## check the commands that the demo calls; as root, install what is missing
+system-cluster: TOOLS_NEEDED := $(CLUSTER_TOOLS)
+system-cluster: ## the same for all tests, and for the test cluster
+system system-cluster:
 	@missing=(); \
-	for tool in $(SYSTEM_TOOLS); do \
+	for tool in $(TOOLS_NEEDED); do \
 		command -v "$${tool%%:*}" >/dev/null || missing+=("$${tool##*:}"); \
 	done; \
 	[[ $${#missing[@]} -gt 0 ]] || exit 0; \
@@ -128,11 +137,11 @@ test-unit: venv ## the pure tests: seconds, no root, no network
 	$(PY) tests/run.py unit
 
 .PHONY: test
-test: system venv venv-vllm venv-vllm31 ## every test that this machine can run: what CI runs
+test: system-cluster venv venv-vllm venv-vllm31 ## every test that this machine can run: what CI runs
 	$(PY) tests/run.py
 
 .PHONY: soak
-soak: system venv venv-vllm venv-vllm31 ## the full counts of kills and repeats: long
+soak: system-cluster venv venv-vllm venv-vllm31 ## the full counts of kills and repeats: long
 	$(PY) tests/run.py --soak
 
 .PHONY: demo
@@ -143,9 +152,14 @@ demo: system venv venv-vllm ## a real engine is killed and restarted, and return
 bench: system venv venv-vllm ## what a region costs an engine's start: minutes, on a quiet machine
 	$(PY) bench/start_gate.py --engine-python .venv-vllm/bin/python
 
+.PHONY: bench-operator
+bench-operator: system-cluster venv ## the operator with 1,000 simulated pods: minutes, on a quiet machine
+	$(PY) -m bench.operator_scale
+
 # Standard library only, so any Python does.
+CLUSTER_ARGS ?= --node
 .PHONY: cluster cluster-down
-cluster: system ## leave a real Kubernetes control plane running here; CLUSTER_ARGS=--bridge
+cluster: system-cluster ## leave a real Kubernetes running here, as root; CLUSTER_ARGS= for none with a node
 	@$(PYTHON) -m tests.cluster.box up $(TOOLS)/cluster $(CLUSTER_ARGS)
 
 cluster-down: ## remove every trace of it
@@ -169,6 +183,30 @@ manifests: venv ## CRDs into the chart, and all of it as plain YAML; MANIFESTS=f
 		--show-only 'templates/crds/*.yaml' >$(MANIFESTS)/crds.yaml; \
 	echo "$(MANIFESTS): crds.yaml, namespace.yaml and kvcellar.yaml, to be applied in this order"
 
+IMAGE ?= kvcellar:$(VERSION)
+BASE ?= python:3.13-slim
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' sidecar/kvcellar/__init__.py)
+REVISION = $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)
+# A CA that this machine trusts besides the usual ones, and settings of pip: no layer keeps them.
+IMAGE_CA ?= $(SSL_CERT_FILE)
+IMAGE_PIP_CONF ?=
+IMAGE_TOOL ?= docker podman buildah
+
+.PHONY: image
+image: ## the image, by docker, podman or buildah; IMAGE=name:tag BASE=image IMAGE_PIP_CONF=file
+	@tool=; \
+	for each in $(IMAGE_TOOL); do \
+		if "$$each" info >/dev/null 2>&1; then tool="$$each"; break; fi; \
+	done; \
+	[[ -n "$$tool" ]] || { echo "none of $(IMAGE_TOOL) works here: install one" >&2; exit 1; }; \
+	secrets=(); \
+	if [[ -n "$(IMAGE_CA)" ]]; then secrets+=(--secret "id=ca,src=$(IMAGE_CA)"); fi; \
+	if [[ -n "$(IMAGE_PIP_CONF)" ]]; then secrets+=(--secret "id=pip,src=$(IMAGE_PIP_CONF)"); fi; \
+	DOCKER_BUILDKIT=1 "$$tool" build --file Dockerfile --tag "$(IMAGE)" --build-arg "BASE=$(BASE)" \
+		--build-arg "VERSION=$(VERSION)" --build-arg "REVISION=$(REVISION)" "$${secrets[@]}" .; \
+	size_of() { "$$tool" images --format '{{.Size}}' "$$1"; }; \
+	echo "$(IMAGE): $$(size_of "$(IMAGE)"), its base $(BASE): $$(size_of "$(BASE)"); made by $$tool"
+
 .PHONY: lock
 lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
 lock: COMPILE := $(UV) pip compile --quiet --python-version 3.11 --generate-hashes \
@@ -178,6 +216,9 @@ lock: $(UV_STAMP) ## resolve requirements/*.txt anew; LOCK_ARGS=--upgrade takes 
 	$(COMPILE) --universal pyproject.toml --extra sidecar --extra cli --extra operator \
 		requirements/dev.in \
 		--output-file requirements/dev.txt
+	$(COMPILE) --universal requirements/image-build.in --output-file requirements/image-build.txt
+	$(COMPILE) --universal pyproject.toml --extra sidecar --extra cli --extra operator \
+		--no-emit-package numpy --output-file requirements/image.txt
 	$(COMPILE) requirements/vllm.in --override requirements/vllm-overrides.txt \
 		--output-file requirements/vllm.txt
 	$(COMPILE) requirements/vllm31.in --override requirements/vllm-overrides.txt \

@@ -1,4 +1,6 @@
-"""What cluster tests share: a cluster for the whole run, and a namespace and nodes for each test.
+"""What cluster tests share: clusters for the whole run, and a namespace and nodes for each test.
+
+`box` is a control plane with simulated nodes; `node_box` has a real node, and runs pods.
 
 With ``KVCELLAR_TEST_KUBECONFIG`` naming a kubeconfig, `cluster` is that cluster, with the kubectl and
 helm of the PATH; what only a cluster of the run's own can do (`box`) is skipped then.
@@ -8,21 +10,28 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from tests.cluster import evidence
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
-from tests.cluster.box.errors import ApiError, NoGoToolchain
+from tests.cluster.box.errors import ApiError, BoxError, NoGoToolchain
 from tests.cluster.box.programs import programs, programs_folder
 from tests.cluster.box.settings import Settings
+from tests.cluster.charts import CHART
+from tests.cluster.images import recipes
 
 _KUBECONFIG = "KVCELLAR_TEST_KUBECONFIG"
+_NEEDS_ROOT = "a real node takes namespaces, mounts and cgroups: run the cluster tests as root"
+_RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+OPERATOR_NAMESPACE = "kvcellar-system"
+_HAS_FAILED = pytest.StashKey[bool]()
 
 
 class MakeNode(Protocol):
@@ -37,17 +46,38 @@ class MakeNode(Protocol):
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the programs before the first test that needs them: a test may not take that long."""
-    needed = any(
-        {"box", "cluster"} & set(getattr(item, "fixturenames", ())) for item in session.items
-    )
-    if needed and not session.config.option.collectonly and _KUBECONFIG not in os.environ:
-        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None and not programs_folder().is_dir():
-            terminal.write_line("building the programs of the test cluster: once, for minutes")
-        # Where they cannot be built, each test says so itself.
+    """Build programs and images before the first test that needs them: a test may not take that long."""
+    needed = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if session.config.option.collectonly or _KUBECONFIG in os.environ:
+        return
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+
+    def say(line: str) -> None:
+        if terminal is not None:
+            terminal.write_line(line)
+
+    # Where they cannot be built, each test says so itself.
+    if needed & {"box", "cluster", "node_box"}:
+        if not programs_folder().is_dir():
+            say("building the programs of the test cluster: once, for minutes")
         with contextlib.suppress(NoGoToolchain):
             programs()
+    if "node_box" in needed and os.geteuid() == 0:
+        if not recipes.are_there():
+            say("making the images of the test cluster: once, for minutes")
+        with contextlib.suppress(BoxError):
+            recipes.images()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember that a test failed, for the fixtures that are torn down after it."""
+    report = yield
+    if report.failed:
+        item.stash[_HAS_FAILED] = True
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +95,71 @@ def box(
         pytest.skip(str(error))
     if not request.session.testsfailed:
         shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def images() -> dict[str, Path]:
+    """The archives of the images, by name: those of the tree as the run found it."""
+    return {image.name: image.archive for image in recipes.images()}
+
+
+@pytest.fixture(scope="session")
+def node_box(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A cluster of the run's own with a real node, which has the images; nothing is left of it."""
+    if _KUBECONFIG in os.environ:
+        pytest.skip(f"{_KUBECONFIG} is set, and this test needs a cluster of its own")
+    if os.geteuid() != 0:
+        pytest.fail(_NEEDS_ROOT)
+    archives: dict[str, Path] = request.getfixturevalue("images")
+    folder = tmp_path_factory.mktemp("node")
+    settings = Settings.choose(folder / "state", folder / "logs", node=True)
+    with Cluster.running(settings) as running:
+        for archive in archives.values():
+            running.node.import_image(archive)
+        yield running
+    assert running.traces() == []
+    if not request.session.testsfailed:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def installed(node_box: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """`node_box` with the chart in it, in a namespace for restricted pods; its pods are ready."""
+    repository, _, tag = recipes.KVCELLAR_IMAGE.rpartition(":")
+    image = ("--set", f"image.repository={repository}", "--set", f"image.tag={tag}")
+    space = {"metadata": {"name": OPERATOR_NAMESPACE, "labels": _RESTRICTED}}
+    node_box.api.create("/api/v1/namespaces", space)
+    try:
+        node_box.helm(
+            *("install", "kvcellar", str(CHART), "--namespace", OPERATOR_NAMESPACE, *image),
+            *("--wait", "--timeout=150s"),
+            timeout_s=180,
+        )
+        yield node_box
+    finally:
+        evidence.save(node_box, OPERATOR_NAMESPACE, tmp_path_factory.mktemp("operator"))
+
+
+@pytest.fixture
+def pod_namespace(
+    request: pytest.FixtureRequest, node_box: Cluster, tmp_path: Path
+) -> Iterator[str]:
+    """A namespace on the real node that takes restricted pods only; a failed test leaves evidence."""
+    name = f"kvc-test-{secrets.token_hex(4)}"
+    space = {"metadata": {"name": name, "labels": _RESTRICTED}}
+    node_box.api.create("/api/v1/namespaces", space)
+    until(
+        lambda: node_box.kubectl("get", "sa", "default", "-n", name, check=False).returncode == 0,
+        f"the default ServiceAccount of namespace {name}",
+    )
+    yield name
+    if request.node.stash.get(_HAS_FAILED, False):
+        evidence.save(node_box, name, tmp_path / "evidence")
+    pods = ("delete", "pods", "--all", "--namespace", name)
+    node_box.kubectl(*pods, "--grace-period=1", timeout_s=90)
+    node_box.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture(scope="session")
