@@ -60,6 +60,7 @@ class Scale:
         load_s: how long an engine loads: longer than the poll interval, so that each step is seen by itself.
         n_rounds: how often each engine restarts.
         spread_s: the time over which the restarts of one round are spread.
+        held_s: after the restarts, until the Events that were held back are written.
         n_deleted: pods that are deleted in the end.
         reviews_s: seconds of each of the two loads on the webhook.
     """
@@ -69,6 +70,7 @@ class Scale:
     n_rounds: int = 3
     spread_s: float = 60.0
     n_deleted: int = 200
+    held_s: float = 75.0
     reviews_s: float = 20.0
 
 
@@ -163,6 +165,7 @@ class _Run:
                 )
             started = self._writes()
             change_s = self._restart_engines(watch, scale)
+            time.sleep(scale.held_s)
             restarted = self._writes()
             gone = self._engines.delete(scale.n_deleted, _DELETE_PAUSE_S)
             until(

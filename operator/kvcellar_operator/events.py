@@ -163,6 +163,10 @@ class EventLedger:
             return 0
         return tally.n_held + 1
 
+    def remembers(self, occurrence: Occurrence) -> bool:
+        """Whether its Event was written, so that it is there unless the API server has dropped it."""
+        return (occurrence.subject.namespace, event_name(occurrence)) in self._tallies
+
     def due(self, now_s: float) -> list[tuple[Occurrence, int]]:
         """What was held back long enough, each with how often it happened."""
         return [

@@ -53,16 +53,24 @@ class EventPoster:
     async def _write(self, occurrence: Occurrence, n_times: int) -> None:
         path = f"/api/v1/namespaces/{occurrence.subject.namespace}/events"
         now = timestamp(time.time())
+        # One that is remembered is there, unless its hour is over; to create it would be a write for nothing.
+        may_be_new = not self._ledger.remembers(occurrence)
         for _ in range(_TRIES):
-            try:
-                body = await self._api.create(path, new_event(occurrence, now))
-            except Conflict:
-                if await self._raise(path, occurrence, now, n_times):
-                    return
-            else:
-                self._told(occurrence, count_of(body))
+            if may_be_new and await self._create(path, occurrence, now):
                 return
+            if await self._raise(path, occurrence, now, n_times):
+                return
+            may_be_new = True
         self._metrics.wrote("Event", "conflict")
+
+    async def _create(self, path: str, occurrence: Occurrence, now: str) -> bool:
+        """Write a first Event; False if there is one."""
+        try:
+            body = await self._api.create(path, new_event(occurrence, now))
+        except Conflict:
+            return False
+        self._told(occurrence, count_of(body))
+        return True
 
     async def _raise(self, path: str, occurrence: Occurrence, now: str, n_times: int) -> bool:
         """Count on the Event that is there; False if it changed, or went, meanwhile."""

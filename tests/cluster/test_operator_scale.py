@@ -9,7 +9,7 @@ from tests.cluster.box.cluster import Cluster
 
 pytestmark = pytest.mark.cluster
 
-FEW = Scale(n_pods=20, load_s=7.0, n_rounds=1, spread_s=4.0, n_deleted=5, reviews_s=1.5)
+FEW = Scale(n_pods=20, load_s=7.0, n_rounds=1, spread_s=4.0, n_deleted=5, held_s=0.0, reviews_s=1.5)
 
 
 def test_a_few_pods_keep_the_bounds(box: Cluster, tmp_path: Path) -> None:

@@ -303,6 +303,15 @@ def test_what_comes_too_often_is_held_and_counted() -> None:
     assert ledger.admit(happened("d"), 121.0) == 1
 
 
+def test_an_event_that_was_written_is_remembered() -> None:
+    ledger = EventLedger()
+    first = happened("a")
+    assert not ledger.remembers(first)
+    ledger.written(first, 1, 0.0)
+    assert ledger.remembers(replace(first, mark="b"))
+    assert not ledger.remembers(replace(first, reason="Other"))
+
+
 def test_the_ledger_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcellar_operator.events.MEMORY", 2)
     ledger = EventLedger()
