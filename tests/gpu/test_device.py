@@ -41,7 +41,7 @@ def copy(device: GpuDevice, dst: int, src: int, size_bytes: int, direction: Dire
     device.destroy_stream(stream)
 
 
-def in_thread(step: Callable[[], None]) -> BaseException | None:
+def in_thread(step: Callable[[], object]) -> BaseException | None:
     """Run a step in a new thread; what it raised."""
     raised: list[BaseException] = []
 
@@ -89,7 +89,7 @@ def test_a_thread_in_another_context_is_refused(stub_cuda: StubGpu) -> None:
 
 def test_a_device_is_not_made_on_a_thread_without_one(stub_cuda: StubGpu) -> None:
     stub_cuda.reset(1)
-    raised = in_thread(lambda: stub_cuda.device(0) and None)
+    raised = in_thread(lambda: stub_cuda.device(0))
     assert isinstance(raised, Unsupported)
     assert "no CUDA device is in use on this thread" in str(raised)
 
@@ -210,7 +210,9 @@ def test_a_driver_that_gives_no_handle_and_no_error_is_refused(
     def nothing(*arguments: object) -> int:
         return 0
 
-    calls = replace(stub.calls, **{function: nothing})
+    stream = nothing if function == "stream_create" else stub.calls.stream_create
+    event = nothing if function == "event_create" else stub.calls.event_create
+    calls = replace(stub.calls, stream_create=stream, event_create=event)
     device = GpuDevice(calls, lambda: 0)
     with pytest.raises(TransferFailed, match="gave none, without an error"):
         device.new_stream() if function == "stream_create" else device.new_event()
