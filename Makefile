@@ -24,8 +24,8 @@ PY := .venv/bin/python
 SYSTEM_TOOLS := flock:util-linux unshare:util-linux strace:strace ps:procps \
 	openssl:openssl ip:iproute2
 
-# Those of the test cluster besides.
-CLUSTER_TOOLS := $(SYSTEM_TOOLS) nsenter:util-linux runc:runc buildah:buildah \
+# Those of the test cluster and of the simulated GPU driver besides.
+CLUSTER_TOOLS := $(SYSTEM_TOOLS) gcc:build-essential nsenter:util-linux runc:runc buildah:buildah \
 	/usr/lib/cni/bridge:containernetworking-plugins iptables:iptables \
 	go:golang-go conntrack:conntrack debootstrap:debootstrap busybox:busybox-static
 
@@ -36,6 +36,7 @@ WHEEL_HASH := $(call hash_of,pyproject.toml README.md LICENSE $(SOURCES))
 UV_STAMP := $(TOOLS)/uv/.made-$(call hash_of,requirements/uv.txt)
 VENV_STAMP := .venv/.made-$(call hash_of,requirements/dev.txt pyproject.toml)
 VLLM_STAMP := .venv-vllm/.made-$(call hash_of,requirements/vllm.txt)
+VLLM_POD_STAMP := .venv-vllm-pod/.made-$(call hash_of,requirements/vllm.txt)
 VLLM31_STAMP := .venv-vllm31/.made-$(call hash_of,requirements/vllm31.txt)
 
 # Runs a recipe's lines under the lock of the environment $(1), unless another make
@@ -86,6 +87,15 @@ $(VLLM_STAMP) $(VLLM31_STAMP):
 			--require-hashes $(REQUIREMENTS); \
 		rm -f $(@D)/.kvcellar-*)
 
+# For the Python of the test cluster's engine image, whatever this machine's is.
+$(VLLM_POD_STAMP): | $(UV_STAMP)
+	$(call once,.venv-vllm-pod,$@,.made-, \
+		echo "making .venv-vllm-pod"; \
+		mkdir -p .venv-vllm-pod; \
+		$(UV) pip install --quiet --target .venv-vllm-pod --python-version 3.11 \
+			--python-platform "$$(uname -m)-manylinux_2_28" --compile-bytecode --no-deps \
+			--require-hashes -r requirements/vllm.txt)
+
 # kvcellar goes into the engines' environments as a user adds it: as a wheel.
 .venv-vllm/.kvcellar-$(WHEEL_HASH): $(VLLM_STAMP) | $(VENV_STAMP)
 .venv-vllm31/.kvcellar-$(WHEEL_HASH): $(VLLM31_STAMP) | $(VENV_STAMP)
@@ -98,10 +108,11 @@ $(VLLM_STAMP) $(VLLM31_STAMP):
 			--reinstall --compile-bytecode "$$folder"/kvcellar-*.whl; \
 		rm -r "$$folder")
 
-.PHONY: venv venv-vllm venv-vllm31
+.PHONY: venv venv-vllm venv-vllm31 vllm-pod
 venv: $(VENV_STAMP) ## .venv: kvcellar (editable), its checks and its tests
 venv-vllm: .venv-vllm/.kvcellar-$(WHEEL_HASH) ## .venv-vllm: vLLM 0.32 and a wheel of this tree
 venv-vllm31: .venv-vllm31/.kvcellar-$(WHEEL_HASH) ## .venv-vllm31: vLLM 0.31 and a wheel of this tree
+vllm-pod: $(VLLM_POD_STAMP) ## .venv-vllm-pod: vLLM 0.32 for pods of the test cluster
 
 # ---- checks and tests
 
@@ -140,6 +151,10 @@ test-unit: venv ## the pure tests: seconds, no root, no network
 test: system-cluster venv venv-vllm venv-vllm31 ## every test that this machine can run: what CI runs
 	$(PY) tests/run.py
 
+.PHONY: test-gpu
+test-gpu: venv ## the transfers over this machine's GPU, and over simulated drivers: needs no vLLM
+	$(PY) -m pytest tests/gpu -m "not soak"
+
 .PHONY: soak
 soak: system-cluster venv venv-vllm venv-vllm31 ## the full counts of kills and repeats: long
 	$(PY) tests/run.py --soak
@@ -158,9 +173,12 @@ bench-operator: system-cluster venv ## the operator with 1,000 simulated pods: m
 
 # Standard library only, so any Python does.
 CLUSTER_ARGS ?= --node
-.PHONY: cluster cluster-down
+.PHONY: cluster cluster-demo cluster-down
 cluster: system-cluster ## leave a real Kubernetes running here, as root; CLUSTER_ARGS= for none with a node
 	@$(PYTHON) -m tests.cluster.box up $(TOOLS)/cluster $(CLUSTER_ARGS)
+
+cluster-demo: venv vllm-pod ## in that cluster: kvcellar, and a real vLLM that it is injected into
+	@$(PY) -m tests.cluster.demo
 
 cluster-down: ## remove every trace of it
 	@$(PYTHON) -m tests.cluster.box down $(TOOLS)/cluster
