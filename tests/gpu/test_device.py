@@ -129,16 +129,16 @@ def test_host_memory_is_registered_once_and_unregistered_by_its_address(gpu: Gpu
         device.unregister_host(host.address)
 
 
-def test_a_copy_that_crosses_two_registrations_is_refused(gpu: Gpu) -> None:
-    device, there, host = gpu.device(0), gpu.allocate(4 * PAGE), Buffer(4 * PAGE)
+def test_a_copy_that_crosses_two_registrations_is_refused(stub: StubGpu) -> None:
+    device, there, host = stub.device(0), stub.allocate(4 * PAGE), Buffer(4 * PAGE)
     for half in (host.address, host.address + 2 * PAGE):
         device.register_host(half, 2 * PAGE)
     with pytest.raises(TransferFailed, match=r"could not queue 1 copies: .* \(1\)"):
         copy(device, there, host.address + PAGE, 2 * PAGE, Direction.LOAD)
     for half in (host.address, host.address + 2 * PAGE):
         device.unregister_host(half)
-    gpu.synchronize()
-    gpu.free(there)
+    stub.synchronize()
+    stub.free(there)
 
 
 def test_nothing_is_registered_during_a_capture(gpu: Gpu) -> None:

@@ -211,6 +211,7 @@ class StubGpu(Gpu):
         self._stub.stub_fail.argtypes = [ctypes.c_char_p, c_long, c_long, c_int, c_int]
         self._stub.stub_fail_copy.argtypes = [c_long, c_int]
         self._stub.stub_set.argtypes = [ctypes.c_char_p, c_long]
+        self._stub.stub_adopt.argtypes = [c_uint64, c_uint64]
         self._stub.stub_count.argtypes = [ctypes.c_char_p]
         self._stub.stub_count.restype = c_long
         self._stub.stub_violation.restype = ctypes.c_char_p
@@ -237,6 +238,10 @@ class StubGpu(Gpu):
     def fail_copy(self, nth: int, code: int = 700) -> None:
         """Let the n-th piece that is moved from now on fail on the device."""
         self._stub.stub_fail_copy(nth, code)
+
+    def adopt(self, address: int, size_bytes: int) -> None:
+        """Let memory of this process pass for device memory, such as a CPU engine's tensors."""
+        self._stub.stub_adopt(address, size_bytes)
 
     def count(self, what: str) -> int:
         number: int = self._stub.stub_count(what.encode())

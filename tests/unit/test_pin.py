@@ -2,17 +2,29 @@
 
 import errno
 import mmap
+import os
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.contract import Pin
 from kvcellar.errors import TransferFailed
-from kvcellar.region import syscalls
+from kvcellar.region import locks, syscalls
 from kvcellar.worker import pin
-from kvcellar.worker.pin import PinnedMemory, Range, cut, populate
+from kvcellar.worker.pin import (
+    PinnedMemory,
+    PinRequest,
+    Range,
+    cut,
+    pin_on_all_ranks,
+    populate,
+)
+from kvcellar.worker.ranks import Exchange
 from tests.fakes.simulated_device import SimulatedDevice
 
 PAGE = 4096
@@ -104,6 +116,51 @@ def test_what_cannot_be_undone_is_said_and_kept_for_another_try(
     device.kept = frozenset()
     memory.close()
     assert memory.size_bytes == 0
+
+
+# --- with other ranks
+
+
+def request(tmp_path: Path, exchange: Exchange) -> PinRequest:
+    (tmp_path / "data").write_bytes(bytes(PAGE))
+    fd = os.open(tmp_path / "data", os.O_RDWR)
+    return PinRequest("engine", 0, [], Pin.AUTO, fd, exchange)
+
+
+def test_a_rank_does_not_wait_for_ever_for_another_that_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request(tmp_path, lambda mine: [mine])
+    other = os.open(tmp_path / "data", os.O_RDWR)
+    assert locks.try_lock(other, locks.PIN_BYTE)
+    monkeypatch.setattr(pin, "_LOCK_TIMEOUT_S", 0.1)
+    memory = pin_on_all_ranks(SimulatedDevice(seed=1), asked)
+    assert memory.size_bytes == 0
+    assert "another rank has been registering its memory" in caplog.text
+    os.close(other)
+    os.close(asked.lock_fd)
+
+
+def test_the_lock_is_given_back_for_the_next_rank(tmp_path: Path) -> None:
+    asked = request(tmp_path, lambda mine: [mine])
+    pin_on_all_ranks(SimulatedDevice(seed=1), asked)
+    other = os.open(tmp_path / "data", os.O_RDWR)
+    assert locks.try_lock(other, locks.PIN_BYTE)
+    os.close(other)
+    os.close(asked.lock_fd)
+
+
+def test_a_broken_collective_call_unpins(tmp_path: Path) -> None:
+    def broken(mine: object) -> list[object]:
+        raise ConnectionError("a rank is gone")
+
+    memory = mmap.mmap(-1, PAGE)
+    asked = replace(request(tmp_path, broken), pieces=[range_of(memory)])
+    device = SimulatedDevice(seed=1)
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        pin_on_all_ranks(device, asked)
+    assert [line.split()[0] for line in device.log] == ["register", "unregister"]
+    os.close(asked.lock_fd)
 
 
 # --- populating

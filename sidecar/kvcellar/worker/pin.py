@@ -48,6 +48,10 @@ thread elsewhere in the engine waits for it (27-70 ms for 2-8 MiB, 370 ms for 51
 
 _MAX_THREADS = 8
 _LOCK_POLL_S = 0.05
+_LOCK_TIMEOUT_S = 300.0
+_LOCK_TIMEOUT_PER_GIB_S = 20.0
+"""How long a rank waits for the others to register: 1 s per GB of one of them was seen at worst (TensorRT-LLM
+pull request 17773), and there may be many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +259,12 @@ def _attempt(memory: PinnedMemory, request: PinRequest) -> _Outcome:
 def with_lock(fd: int, total_bytes: int, step: Callable[[], None]) -> None:
     """Do a step while no other rank of the region does one.
 
-    A rank that dies gives the lock back. The time to wait grows with the region: 1 s per GB of a peer
-    was seen at worst, and there may be tens of them.
+    A rank that dies gives the lock back. The time to wait grows with the ranks' memory.
 
     Raises:
         NotReady: another rank held the lock for too long.
     """
-    timeout_s = 300.0 + 20.0 * total_bytes / GIB
+    timeout_s = _LOCK_TIMEOUT_S + _LOCK_TIMEOUT_PER_GIB_S * total_bytes / GIB
     deadline = time.monotonic() + timeout_s
     while not locks.try_lock(fd, locks.PIN_BYTE):
         if time.monotonic() >= deadline:

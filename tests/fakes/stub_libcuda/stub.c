@@ -833,6 +833,14 @@ void stub_set(const char *name, long value)
     pthread_mutex_unlock(&lock);
 }
 
+/* Let memory of this process pass for device memory: a CPU engine's tensors. */
+void stub_adopt(uint64_t address, uint64_t size)
+{
+    pthread_mutex_lock(&lock);
+    add_range(address, size, MEMORY_DEVICE);
+    pthread_mutex_unlock(&lock);
+}
+
 long stub_count(const char *what)
 {
     pthread_mutex_lock(&lock);
