@@ -5,11 +5,14 @@ from pathlib import Path
 
 import yaml
 
+from kvcellar_operator import crd
 from tests.cluster.box.access import Access
 from tests.cluster.box.api import JsonObject
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "kvcellar"
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/zz-kvcellar"
+CRDS = tuple(definition["metadata"]["name"] for definition in crd.definitions())
 
 
 def rendered(
@@ -31,3 +34,11 @@ def of_kind(objects: list[JsonObject], kind: str) -> dict[str, JsonObject]:
 def container(deployment: JsonObject) -> JsonObject:
     found: JsonObject = deployment["spec"]["template"]["spec"]["containers"][0]
     return found
+
+
+def present_crds(box: Access) -> list[str]:
+    return box.kubectl("get", "crd", *CRDS, "--ignore-not-found", "-o", "name").stdout.split()
+
+
+def delete_crds(box: Access) -> None:
+    box.kubectl("delete", "crd", *CRDS, "--ignore-not-found")

@@ -44,6 +44,9 @@ from tests.support.fake_sidecars import (
 
 pytestmark = pytest.mark.cluster
 
+GONE_S = 60.0
+"""The garbage collector looks for new kinds every 30 s."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _crds(cluster: Access) -> None:
@@ -69,7 +72,7 @@ def scene(
 def _no_pods_left(scene: Scene) -> Iterator[None]:
     yield
     simulated.delete_pods(scene.cluster, scene.namespace)
-    until(lambda: not scene.regions(), "no object is left")
+    until(lambda: not scene.regions(), "no object is left", GONE_S)
 
 
 def test_a_life_from_creation_to_the_end(scene: Scene, box: Cluster) -> None:
@@ -114,7 +117,7 @@ def test_a_life_from_creation_to_the_end(scene: Scene, box: Cluster) -> None:
     assert {count for (_, about), count in scene.events().items() if about == name} == {1}
 
     scene.delete("life")
-    until(lambda: not scene.regions(), "the object goes with its pod")
+    until(lambda: not scene.regions(), "the object goes with its pod", GONE_S)
 
     writes = [
         (event["verb"], event["objectRef"]["resource"])
