@@ -48,7 +48,7 @@ class Cluster(Access):
     def __init__(self, settings: Settings, folder_of_programs: Path) -> None:
         super().__init__(settings.folder / "kubeconfig", folder_of_programs, settings.folder)
         self.settings = settings
-        self._folder_of_programs = folder_of_programs
+        self.folder_of_programs = folder_of_programs
         self._record = Record(settings.folder)
         self._files: Files | None = None
         self._own: dict[str, subprocess.Popen[bytes]] = {}
@@ -112,7 +112,7 @@ class Cluster(Access):
         """Start one of `CONTROL_PLANE`, or of the node's; also again, after `end_program`."""
         if self._files is None:
             raise BoxError("the cluster is not started")
-        executable = str(self._folder_of_programs / program)
+        executable = str(self.folder_of_programs / program)
         place = self.settings.node
         if program in real_node.PROGRAMS and place is not None and self._files.node is not None:
             arguments = real_node.command(program, place, self._files.node, self._files.kubeconfigs)
@@ -122,7 +122,7 @@ class Cluster(Access):
             self._run_program(program, [executable, *command(program, self.settings, self._files)])
 
     def _run_program(self, name: str, argv: list[str]) -> None:
-        path = f"{self._folder_of_programs}:{os.environ['PATH']}:/usr/sbin:/sbin"
+        path = f"{self.folder_of_programs}:{os.environ['PATH']}:/usr/sbin:/sbin"
         with (self.settings.logs / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 argv,
@@ -249,7 +249,7 @@ class Cluster(Access):
         self._wait(files.ready.exists, "the node has no namespaces")
         holder_pid = self._record.processes[real_node.HOLDER].pid
         real_node.connect(self.settings, place, holder_pid)
-        self._node = real_node.RunningNode(place, files, self._folder_of_programs, holder_pid)
+        self._node = real_node.RunningNode(place, files, self.folder_of_programs, holder_pid)
         self.start_program("containerd")
         self._wait(self._node.runtime_answers, "containerd does not answer")
         self.start_program("kubelet")
