@@ -165,9 +165,14 @@ class OperatorProcess:
         if self._process is None:
             return 0
         self._process.send_signal(number)
-        status = self._process.wait(_END_S)
-        self._process = None
-        return status
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        finally:
+            self._process = None
 
     def until_ready(self, deadline_s: float = 30.0) -> None:
         """Wait until it says that it is ready."""
