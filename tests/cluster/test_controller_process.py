@@ -274,6 +274,27 @@ def has_count(scene: Scene, told: tuple[str, str], count: int) -> bool:
     return scene.events()[told] == count
 
 
+def test_what_changed_while_it_was_down_is_true_within_half_a_minute(scene: Scene) -> None:
+    stays, goes = scene.run("down-stays"), scene.run("down-goes")
+    for engine in (stays, goes):
+        scene.until_holds(engine.region_name, "Attached", "True", "EngineAttached")
+    scene.process.end()
+    stays.sidecar.regions = [attached(stays.uid, starts=2)]
+    scene.delete(goes.name)
+    new = scene.run("down-new")
+    bare = region_object_name("down-bare", scene.create("down-bare", None)["metadata"]["uid"])
+    scene.process.start()
+    began_s = time.monotonic()
+    scene.until_holds(new.region_name, "Attached", "True", "EngineAttached")
+    scene.until_holds(bare, "Degraded", "True", "NotInjected")
+    until(
+        lambda: scene.region(stays.region_name)["status"]["engineStarts"] == 2,
+        "the restart is said",
+    )
+    assert time.monotonic() - began_s < 30.0
+    until(lambda: not scene.region(goes.region_name), "what has gone is gone", GONE_S)
+
+
 def test_a_pod_that_a_quota_refuses_is_told(scene: Scene) -> None:
     base = f"namespaces/{scene.namespace}"
     scene.cluster.api.create(
