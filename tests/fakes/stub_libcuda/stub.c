@@ -336,7 +336,8 @@ int enter(const char *function)
         failure.countdown = --failure.times ? 1 : 0;
         return failure.code;
     }
-    for (uint64_t n = random_below(steps_per_call + 1); n; n--)
+    uint64_t most = setting("steps per call") ? (uint64_t)setting("steps per call") : steps_per_call;
+    for (uint64_t n = random_below(most + 1); n; n--)
         step();
     return STUB_SUCCESS;
 }
