@@ -116,12 +116,16 @@ class RegionDirectory:
                 _check_filesystem(path, fd, any_filesystem)
                 _set_mode(path, fd, parent_fd, _MODES[owner], made)
                 _check_writable(path, fd)
-            except ConfigurationError:
+            except (ConfigurationError, OSError) as error:
                 os.close(fd)
                 if made:
                     with contextlib.suppress(OSError):  # somebody else uses it already
                         os.rmdir(path.name, dir_fd=parent_fd)
-                raise
+                if isinstance(error, ConfigurationError):
+                    raise
+                raise ConfigurationError(
+                    f"{path} cannot be looked at ({error.strerror}): check the volume at KVCELLAR_ROOT"
+                ) from error
         finally:
             os.close(parent_fd)
         return cls(fd, path)
@@ -165,6 +169,7 @@ class RegionDirectory:
 
         Raises:
             NotReady: another process held it until the deadline.
+            ConfigurationError: the kernel gives no lock.
         """
         deadline = time.monotonic() + timeout_s
         if not self._thread_lock.acquire(timeout=timeout_s):
@@ -186,6 +191,11 @@ class RegionDirectory:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise ConfigurationError(
+                f"the lock of {self.path} cannot be taken ({error.strerror}): regions need a file system and a node "
+                "with locks to spare; check the volume at KVCELLAR_ROOT"
+            ) from error
         return True
 
     def _lock_message(self, timeout_s: float) -> str:
@@ -218,7 +228,11 @@ class RegionDirectory:
                     f"{self.path} is mounted read-only: mount the volume writable"
                 ) from error
             raise RegionMismatch(self._odd_file(name, os.strerror(error.errno or 0))) from error
-        status = os.fstat(fd)
+        try:
+            status = os.fstat(fd)
+        except OSError:
+            os.close(fd)
+            raise
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             os.close(fd)
             if status.st_nlink == 0:
@@ -243,7 +257,12 @@ class RegionDirectory:
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, 0o660, dir_fd=self.fd)
-        os.fchmod(fd, 0o660)
+        try:
+            os.fchmod(fd, 0o660)
+        except OSError:
+            os.close(fd)
+            os.unlink(name, dir_fd=self.fd)
+            raise
         return fd
 
     def identity(self, name: str) -> tuple[int, int] | None:

@@ -107,20 +107,19 @@ class Place:
                 f"the data file {name} of region {engine_id} is gone: {_RESTART}"
             ) from error
         place = cls(meta_fd, data_fd, -1)
-        status = os.fstat(data_fd)
-        found = (status.st_dev, status.st_ino, status.st_size)
-        if found != (owner.data_device, owner.data_inode, owner.capacity_bytes):
-            os.close(data_fd)
-            raise RegionMismatch(
-                f"the data file {name} is (device, inode, bytes) {found}, the sidecar made "
-                f"{(owner.data_device, owner.data_inode, owner.capacity_bytes)}: {_RESTART}"
-            )
-        if lost := loss_by_state(data_fd, engine_id, owner):
-            os.close(data_fd)
-            raise RegionMismatch(f"{lost}: {_RESTART}")
         try:
+            status = os.fstat(data_fd)
+            found = (status.st_dev, status.st_ino, status.st_size)
+            if found != (owner.data_device, owner.data_inode, owner.capacity_bytes):
+                raise RegionMismatch(
+                    f"the data file {name} is (device, inode, bytes) {found}, the sidecar made "
+                    f"{(owner.data_device, owner.data_inode, owner.capacity_bytes)}: {_RESTART}"
+                )
+            if lost := loss_by_state(data_fd, engine_id, owner):
+                raise RegionMismatch(f"{lost}: {_RESTART}")
             place.index_fd = directory.open_file(index_name(engine_id, owner.nonce))
         except (KVCellarError, OSError):
+            place.data_fd = -1
             os.close(data_fd)
             raise
         return place

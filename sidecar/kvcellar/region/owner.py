@@ -8,11 +8,14 @@ The owner trusts only the capacity, nonce and inode in its own memory: any conta
 to the page.
 """
 
+import errno
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvcellar.contract import EngineId, RegionState
 from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionMismatch
@@ -52,6 +55,31 @@ class RegionSnapshot:
     held: tuple[int, ...]
     reserved_bytes: int
     damage: str
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _in_words(
+    method: Callable[Concatenate["OwnedRegion", _P], _T],
+) -> Callable[Concatenate["OwnedRegion", _P], _T]:
+    """Say as a `KVCellarError` what the kernel answered; callers then need to know no other."""
+
+    @functools.wraps(method)
+    def call(self: "OwnedRegion", /, *arguments: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return method(self, *arguments, **options)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                had = self._owner.settled_bytes
+                raise making.as_refusal(error, self._request, had) from error
+            raise ConfigurationError(
+                f"region {self.engine_id} could not {method.__name__.replace('_', ' ')}: the kernel answered "
+                f"{error.strerror!r}; check the volume at KVCELLAR_DIR, and the node's memory"
+            ) from error
+
+    return call
 
 
 class OwnedRegion:
@@ -102,17 +130,30 @@ class OwnedRegion:
                 f"{HUGE_PAGE_BYTES} bytes (2 MiB): raise {request.capacity_setting}"
             )
         request = replace(request, capacity_bytes=capacity)
-        with directory.lock():
-            files = making.adopt(directory, request)
-            files = files or making.create(directory, request, read_limits)
-        region = cls(directory, request, files, read_limits)
-        region.retry()
-        if lost := region._loss():
-            region.fail(lost)
+        try:
+            with directory.lock():
+                files = making.adopt(directory, request)
+                files = files or making.create(directory, request, read_limits)
+        except OSError as error:
+            raise making.as_refusal(error, request) from error
+        try:
+            region = cls(directory, request, files, read_limits)
+        except OSError as error:
+            os.close(files.meta_fd)
+            os.close(files.data_fd)
+            raise making.as_refusal(error, request) from error
+        try:
+            region.retry()
+            if lost := region._loss():
+                region.fail(lost)
+        except (KVCellarError, OSError) as error:
+            region.close()
+            raise making.as_refusal(error, request) from error
         return region
 
     # --- reserve and settle (step 4) ---------------------------------------------------------------------
 
+    @_in_words
     def reserve(self, should_stop: StopFlag) -> None:
         """Promise every page, in steps; ends in state Reserved, or early if `should_stop` says so.
 
@@ -154,6 +195,7 @@ class OwnedRegion:
             raise RegionMismatch(lost)
         self._move(RegionState.RESERVED, "")
 
+    @_in_words
     def settle(self, should_stop: StopFlag) -> None:
         """Zero every page, in steps; ends in state Ready, or early if `should_stop` says so.
 
@@ -180,10 +222,12 @@ class OwnedRegion:
             self._publish(replace(self._owner, settled_bytes=settled, settle_seconds=spent))
         self._move(RegionState.READY, "")
 
+    @_in_words
     def fail(self, reason: str) -> None:
         """Publish that no engine may attach, and why. Those attached go on."""
         self._move(RegionState.FAILED, reason)
 
+    @_in_words
     def retry(self) -> None:
         """Leave state Failed, to run `reserve` again; not while somebody holds the failed region.
 
@@ -219,10 +263,12 @@ class OwnedRegion:
         """Bytes that the file system has promised to the data file."""
         return file.reserved_bytes(self._data_fd)
 
+    @_in_words
     def held(self) -> bool:
         """Whether any participant is attached now."""
         return bool(locks.held_slots(self._data_fd, MAX_SLOTS))
 
+    @_in_words
     def snapshot(self) -> RegionSnapshot:
         """Read the region as it is now; never raises for what other processes wrote."""
         held = tuple(locks.held_slots(self._data_fd, MAX_SLOTS))
@@ -247,6 +293,7 @@ class OwnedRegion:
             damage,
         )
 
+    @_in_words
     def repair(self) -> None:
         """Write the owner section again from memory, over whatever damaged it."""
         header = frame.pack_header()
@@ -257,6 +304,7 @@ class OwnedRegion:
 
     # --- end (step 7) ------------------------------------------------------------------------------------
 
+    @_in_words
     def release(self) -> bool:
         """Remove the region if nobody holds it; False, and nothing happens, if somebody does.
 
@@ -271,6 +319,7 @@ class OwnedRegion:
         self.close()
         return True
 
+    @_in_words
     def remove_names(self, session: str) -> bool:
         """Remove the names of a region that only `session` holds: its memory goes with the last holder.
 

@@ -60,7 +60,11 @@ class Participant:
         self._place = place
         self._pid = os.getpid()
         self._is_report_lost = False
-        self._data_identity = making.identity(place.data_fd)
+        try:
+            self._data_identity = making.identity(place.data_fd)
+        except OSError:
+            place.close()
+            raise
         self.session = session
         self.marks = FailureMarks(place.index_fd, session.geometry)
 

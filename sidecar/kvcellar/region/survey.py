@@ -5,13 +5,16 @@ metadata page names and nobody holds. Both prove under the big lock what they cl
 """
 
 import contextlib
+import functools
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvcellar.contract import EngineId, Owner
-from kvcellar.errors import KVCellarError, RegionHeld
+from kvcellar.errors import ConfigurationError, KVCellarError, RegionHeld
 from kvcellar.region import file, locks, making, metafile
 from kvcellar.region.directory import (
     RegionDirectory,
@@ -84,6 +87,31 @@ class Survey:
     loose: tuple[LooseFile, ...]
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _in_words(
+    function: Callable[Concatenate[RegionDirectory, _P], _T],
+) -> Callable[Concatenate[RegionDirectory, _P], _T]:
+    """Say as a `KVCellarError` what the kernel answered, but for names that are gone or not to be removed."""
+
+    @functools.wraps(function)
+    def call(directory: RegionDirectory, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return function(directory, *arguments, **options)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError as error:
+            raise ConfigurationError(
+                f"the regions in {directory.path} cannot be looked at or removed ({error.strerror}): check the volume "
+                "at KVCELLAR_DIR, and the node's memory"
+            ) from error
+
+    return call
+
+
+@_in_words
 def survey(directory: RegionDirectory) -> Survey:
     """Look at every name in the directory, under the lock so that nothing is half made."""
     with directory.lock():
@@ -114,6 +142,7 @@ def _survey(directory: RegionDirectory) -> Survey:
     return Survey(tuple(regions), tuple(loose))
 
 
+@_in_words
 def reclaim_unheld(directory: RegionDirectory, engine_id: EngineId) -> None:
     """Remove a region that nobody owns and nobody holds.
 
@@ -141,6 +170,7 @@ def reclaim_unheld(directory: RegionDirectory, engine_id: EngineId) -> None:
             os.close(meta_fd)
 
 
+@_in_words
 def reclaim_loose(directory: RegionDirectory) -> list[LooseFile]:
     """Remove every loose file of our pattern that nobody holds; returns what was removed.
 
@@ -156,6 +186,7 @@ def reclaim_loose(directory: RegionDirectory) -> list[LooseFile]:
         return [found for found in garbage if directory.unlink_regular(found.name)]
 
 
+@_in_words
 def reclaim_dead_engines(directory: RegionDirectory) -> list[EngineId]:
     """Remove regions that an engine owned which is dead and gone; returns their ids.
 

@@ -144,6 +144,7 @@ class _Attempt:
         self._participant: Participant | None = None
         self._mapping: Mapping | None = None
         self._owned: OwnedRegion | None = None
+        self._seen: tuple[object, ...] = ()
 
     def run(self, step: Callable[[], None]) -> None:
         """Run a step unless an earlier one failed; keep its error for the exchange."""
@@ -176,7 +177,8 @@ class _Attempt:
 
     def agree(self) -> list[_Outcome]:
         """One collective call: tell the others how it went so far, and hear it from them."""
-        mine = _Outcome(self._rank, str(self._error) if self._error else "", self._seen())
+        self.run(self._look)
+        mine = _Outcome(self._rank, str(self._error) if self._error else "", self._seen)
         try:
             heard = self._options.exchange(mine)
         except BaseException:
@@ -222,11 +224,12 @@ class _Attempt:
         terms = PinTerms(self._options.pin, self._options.exchange)
         return Region(self._participant, self._mapping, self._rank, self._owned, terms)
 
-    def _seen(self) -> tuple[object, ...]:
-        if self._participant is None:
-            return ()
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return (boot_id, *self._participant.data_identity, self._participant.geometry)
+    def _look(self) -> None:
+        """See what all ranks have to see alike. A step like others, so that one that fails is heard of."""
+        if self._participant is not None and not self._seen:
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            data = self._participant.data_identity
+            self._seen = (boot_id, *data, self._participant.geometry)
 
     def _open_directory(self) -> RegionDirectory:
         deadline = time.monotonic() + self._options.timeout_s

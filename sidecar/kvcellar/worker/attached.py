@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 
 from kvcellar.contract import Direction, Pin
-from kvcellar.errors import KVCellarError
+from kvcellar.errors import KVCellarError, TransferFailed
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.mapping import Mapping
 from kvcellar.region.metadata import Counters
@@ -105,8 +105,18 @@ class Region:
         self._participant.report(self._counters)
 
     def mark_failed_store(self, chunk: int) -> None:
-        """Tell the scheduler that the last store into `chunk` failed, before the store is reported done."""
-        self._participant.marks.mark(self.rank, chunk)
+        """Tell the scheduler that the last store into `chunk` failed, before the store is reported done.
+
+        Raises:
+            TransferFailed: the mark cannot be written, so the chunk would pass for a good one.
+        """
+        try:
+            self._participant.marks.mark(self.rank, chunk)
+        except OSError as error:
+            raise TransferFailed(
+                f"the failed store of chunk {chunk} cannot be marked in the index file of region "
+                f"{self._participant.engine_id} ({error.strerror}): start the engine again"
+            ) from error
 
     def pin(self, device: Device) -> bool:
         """Register this rank's chunks with the device's driver, on all ranks or on none.
@@ -184,8 +194,18 @@ class SchedulerHandle:
         return self.geometry.num_chunks
 
     def take_failed(self, chunks: list[int]) -> set[int]:
-        """Those of `chunks` whose last store failed on some rank; their marks are cleared."""
-        return self._participant.marks.take_failed(chunks)
+        """Those of `chunks` whose last store failed on some rank; their marks are cleared.
+
+        Raises:
+            TransferFailed: the marks cannot be read, so nobody knows which chunks are good.
+        """
+        try:
+            return self._participant.marks.take_failed(chunks)
+        except OSError as error:
+            raise TransferFailed(
+                f"the marks of failed stores in the index file of region {self._participant.engine_id} cannot be read "
+                f"({error.strerror}): start the engine again"
+            ) from error
 
     def report(self, counters: Counters) -> None:
         """Publish the scheduler's counters in its row."""
