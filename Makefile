@@ -93,7 +93,7 @@ $(VLLM_POD_STAMP): | $(UV_STAMP)
 		echo "making .venv-vllm-pod"; \
 		mkdir -p .venv-vllm-pod; \
 		$(UV) pip install --quiet --target .venv-vllm-pod --python-version 3.11 \
-			--python-platform "$$(uname -m)-manylinux_2_28" --compile-bytecode --no-deps \
+			--python-platform "$$(uname -m)-manylinux_2_36" --compile-bytecode --no-deps \
 			--require-hashes -r requirements/vllm.txt)
 
 # kvcellar goes into the engines' environments as a user adds it: as a wheel.
@@ -148,7 +148,7 @@ test-unit: venv ## the pure tests: seconds, no root, no network
 	$(PY) tests/run.py unit
 
 .PHONY: test
-test: system-cluster venv venv-vllm venv-vllm31 ## every test that this machine can run: what CI runs
+test: system-cluster venv venv-vllm venv-vllm31 vllm-pod ## every test that this machine can run: what CI runs
 	$(PY) tests/run.py
 
 .PHONY: test-gpu
@@ -156,7 +156,7 @@ test-gpu: venv ## the transfers over this machine's GPU, and over simulated driv
 	$(PY) -m pytest tests/gpu -m "not soak"
 
 .PHONY: soak
-soak: system-cluster venv venv-vllm venv-vllm31 ## the full counts of kills and repeats: long
+soak: system-cluster venv venv-vllm venv-vllm31 vllm-pod ## the full counts of kills and repeats: long
 	$(PY) tests/run.py --soak
 
 .PHONY: demo
@@ -244,6 +244,6 @@ lock: $(UV_STAMP) ## resolve requirements/*.txt anew; LOCK_ARGS=--upgrade takes 
 
 .PHONY: clean
 clean: cluster-down ## remove everything that make made
-	rm -rf .tools .venv .venv-vllm .venv-vllm31 .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf .tools .venv .venv-vllm .venv-vllm31 .venv-vllm-pod .mypy_cache .ruff_cache .pytest_cache \
 		.hypothesis .import_linter_cache dist
 	find sidecar operator tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -49,7 +49,8 @@ USER 65535:65535
 CMD ["/busybox", "sleep", "infinity"]
 """
 _BUILD_TIMEOUT_S = 1800.0
-_KEPT_S = 7 * 24 * 3600.0
+_KEPT_S = 3600.0
+"""How long an archive may still be wanted by a run that began before the sources changed."""
 
 
 @dataclass(frozen=True, slots=True)
