@@ -226,7 +226,8 @@ def test_a_child_that_python_forks_does_not_hold_the_slot(
     with killed(ranks.rank[0].ask(how)):
         assert region.held()
         ranks.kill()
-        assert not region.held()
+        # The child may be younger than its parent's answer: its hook has yet to run then.
+        wait_until(lambda: not region.held())
 
 
 def test_a_child_that_c_code_forks_holds_the_slot_until_it_ends(
