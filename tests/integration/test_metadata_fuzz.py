@@ -1,0 +1,76 @@
+"""Any byte of a real metadata page is flipped: the second copy serves and the first is repaired, or exit status 5."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from kvcellar.contract import EngineId, RegionState
+from kvcellar.errors import MetadataDamaged
+from kvcellar.region import frame
+from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.owner import OwnedRegion
+from kvcellar.region.states import RegionRequest
+from tests.support.ranks import Ranks
+
+ID = EngineId("engine")
+CAPACITY = 2 * 2**20
+TRIES = 120
+
+
+def own(directory: RegionDirectory) -> OwnedRegion:
+    region = OwnedRegion.acquire(directory, RegionRequest(ID, CAPACITY), list)
+    region.reserve(lambda: False)
+    region.settle(lambda: False)
+    return region
+
+
+def flip(fd: int, at: int, dice: random.Random) -> None:
+    (byte,) = os.pread(fd, 1, at)
+    os.pwrite(fd, bytes([byte ^ dice.randrange(1, 256)]), at)
+
+
+def test_one_bad_byte_of_the_owner_s_section_is_served_over_and_repaired(volume: Path) -> None:
+    directory = RegionDirectory.create(volume / "kvcellar")
+    region = own(directory)
+    fd = directory.open_file(meta_name(ID))
+    for seed in range(TRIES):
+        dice = random.Random(seed)
+        section = frame.OWNER_AT
+        at = dice.randrange(section.copy_offset(0), section.end)
+        flip(fd, at, dice)
+        assert region.snapshot().damage != "", f"byte {at}, seed {seed}"
+        if seed % 20 == 0:
+            Ranks.start(volume / "kvcellar", 1).attached().kill()
+        if seed % 3 == 0:  # the next owner reads over it as well
+            region.close()
+            region = own(directory)
+            assert region.owner.state is RegionState.READY
+        region.repair()
+        assert region.snapshot().damage == "", f"byte {at}, seed {seed}"
+    assert region.release()
+    os.close(fd)
+    directory.close()
+
+
+def test_a_bad_byte_in_both_copies_is_exit_status_5_and_nothing_is_removed(volume: Path) -> None:
+    directory = RegionDirectory.create(volume / "kvcellar")
+    own(directory).close()
+    fd = directory.open_file(meta_name(ID))
+    whole, names = os.pread(fd, frame.META_BYTES, 0), directory.names()
+    for seed in range(TRIES):
+        dice = random.Random(seed)
+        for which in (0, 1):
+            begin = frame.OWNER_AT.copy_offset(which)
+            flip(fd, dice.randrange(begin, begin + frame.OWNER_AT.copy_bytes), dice)
+        with pytest.raises(MetadataDamaged) as told:
+            own(directory)
+        assert told.value.exit_status == 5
+        assert directory.names() == names
+        os.pwrite(fd, whole, 0)
+    region = own(directory)
+    assert region.is_adopted
+    assert region.release()
+    os.close(fd)
+    directory.close()
