@@ -1,5 +1,8 @@
 """What is desired at run time, from the kubelet's file to the region: a real sidecar, real holders."""
 
+import shutil
+import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 
 from kvcellar.contract import MAX_DESIRED_BYTES, DesiredRegion, DesiredState, desired_text
+from kvcellar.errors import NotReady
+from kvcellar.region.frame import META_BYTES
 from tests.integration.conftest import Fork, MakeSidecar, MakeVolume
 from tests.support.children import Child
 from tests.support.downward import DownwardVolume
@@ -79,6 +84,12 @@ def hold(fork: Fork, sidecar: Sidecar) -> Child:
     return child
 
 
+def is_all_freed(sidecar: Sidecar, volume: Path) -> bool:
+    """Whether a released region has left nothing but the page that tells engines so."""
+    names = [name.rpartition(".")[2] for name in sidecar.files]
+    return (used_bytes(volume), names) == (META_BYTES, ["data", "index", "meta"])
+
+
 # --- what is applied ----------------------------------------------------------------------------------
 
 
@@ -126,7 +137,7 @@ def test_what_is_desired_before_the_start_holds_from_the_start(
     sidecar = make_sidecar(**variables(desired)).start()
     region = sidecar.until_state("Released")
     assert region["observedGeneration"] == 7
-    assert used_bytes(volume) == 0
+    assert is_all_freed(sidecar, volume)
     assert sidecar.events("region made") == []
     assert sidecar.get("/startupz")[0] == 200
     assert sidecar.get("/livez")[0] == 200
@@ -143,7 +154,7 @@ def test_now_frees_an_unheld_region_and_keep_makes_it_again(
     assert (region["reservedBytes"], region["settledBytes"], region["observedGeneration"]) == (
         0, 0, 2,
     )  # fmt: skip
-    assert (used_bytes(volume), sidecar.files) == (0, [])
+    assert is_all_freed(sidecar, volume)
     assert sidecar.get("/livez")[0] == 200
     assert sidecar.get("/readyz")[0] == 503
     # Another change that still says now leaves it as it is.
@@ -168,6 +179,50 @@ def test_a_released_region_comes_back_when_nothing_is_desired_any_more(
     assert sidecar.until_state("Ready")["observedGeneration"] == 0
 
 
+def test_an_engine_that_starts_while_its_region_is_released_is_told_at_once_and_finds_the_next_one(
+    sidecar: Sidecar, desired: DownwardVolume, volume: Path
+) -> None:
+    desired.write(wish(2, retention="now"))
+    sidecar.until_state("Released")
+    began = time.monotonic()
+    told = "^region eng failed: it was freed under the retention now: ask for another retention, or restart"
+    with pytest.raises(NotReady, match=told):
+        attach(sidecar.directory)
+    assert time.monotonic() - began < 1
+    assert sidecar.region()["orphans"] == []
+    assert sidecar.run("clean").stdout == "nothing to remove\n"
+    assert is_all_freed(sidecar, volume)
+
+    desired.write(wish(3, retention="keep"))
+    sidecar.until_state("Ready")
+    attach(sidecar.directory).close()
+    desired.write(wish(4, retention="now"))
+    sidecar.until_state("Released")
+    sidecar.end()
+    assert (used_bytes(volume), sidecar.files) == (0, [])
+
+
+def test_the_notice_of_a_sidecar_that_was_killed_makes_way_for_a_region(
+    sidecar: Sidecar, desired: DownwardVolume
+) -> None:
+    desired.write(wish(2, retention="now"))
+    sidecar.until_state("Released")
+    sidecar.end(signal.SIGKILL)
+    desired.write("")
+    assert sidecar.start().until_state("Ready")["reservedBytes"] == 32 * MIB
+    assert len(sidecar.files) == 3
+
+
+def test_a_notice_that_was_removed_is_put_up_again(
+    sidecar: Sidecar, desired: DownwardVolume
+) -> None:
+    desired.write(wish(2, retention="now"))
+    sidecar.until_state("Released")
+    shutil.rmtree(sidecar.directory)
+    until(lambda: "eng.meta" in sidecar.files, "a notice")
+    assert sidecar.region()["state"] == "Released"
+
+
 def test_now_waits_for_the_last_holder_however_it_ends(
     sidecar: Sidecar, desired: DownwardVolume, fork: Fork, volume: Path
 ) -> None:
@@ -178,7 +233,7 @@ def test_now_waits_for_the_last_holder_however_it_ends(
     engine.kill()
     region = sidecar.until_state("Released")
     assert region["participants"] == []
-    assert used_bytes(volume) == 0
+    assert is_all_freed(sidecar, volume)
 
 
 def test_now_that_is_taken_back_in_time_frees_nothing(
@@ -205,7 +260,7 @@ def test_now_ends_the_reserving_of_a_large_region_and_keep_goes_on_with_a_new_on
     sidecar.until_state("Reserving")
     desired.write(wish(2, retention="now"))
     sidecar.until_state("Released")
-    assert used_bytes(large) == 0
+    assert is_all_freed(sidecar, large)
     desired.write(wish(3))
     assert sidecar.until_state("Ready")["reservedBytes"] == 896 * MIB
 
@@ -218,7 +273,8 @@ def test_now_ends_the_retries_of_a_region_that_does_not_fit(
     desired.write(wish(2, retention="now"))
     region = sidecar.until_state("Released")
     assert region["reason"] == ""
-    assert sidecar.files == []
+    with pytest.raises(NotReady, match="freed under the retention now"):
+        attach(sidecar.directory)
     desired.write(wish(3, retention="keep"))
     assert "size of the tmpfs" in sidecar.until_state("Failed")["reason"]
 
@@ -230,7 +286,7 @@ def test_a_region_of_an_earlier_sidecar_is_freed_by_the_next_one(
     desired.write(wish(2, retention="now"))
     sidecar.start()
     sidecar.until_state("Released")
-    assert used_bytes(volume) == 0
+    assert is_all_freed(sidecar, volume)
 
 
 def test_a_held_region_of_an_earlier_sidecar_is_adopted_and_freed_after_its_holder(
@@ -244,7 +300,7 @@ def test_a_held_region_of_an_earlier_sidecar_is_adopted_and_freed_after_its_hold
     assert (region["observedGeneration"], len(region["participants"])) == (2, 1)
     engine.kill()
     sidecar.until_state("Released")
-    assert used_bytes(volume) == 0
+    assert is_all_freed(sidecar, volume)
 
 
 def test_what_is_desired_of_one_engine_leaves_the_others(
@@ -258,7 +314,8 @@ def test_what_is_desired_of_one_engine_leaves_the_others(
     sidecar.until_state("Released", engine_id="eng_dp1")
     assert sidecar.region("eng_dp0")["state"] == "Ready"
     assert sidecar.region("eng_dp0")["observedGeneration"] == 0
-    assert sorted({name.partition(".")[0] for name in sidecar.files}) == ["eng_dp0"]
+    files = {sidecar.data_file(engine_id) for engine_id in ("eng_dp0", "eng_dp1")}
+    assert [path.stat().st_blocks * 512 for path in sorted(files)] == [32 * MIB, 0]
 
 
 # --- what cannot be used ------------------------------------------------------------------------------

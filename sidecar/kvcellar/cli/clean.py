@@ -73,6 +73,8 @@ class _Cleaner:
         if region.error:
             self._say("kept", name, region.reserved_bytes, region.error)
             return region.error
+        if region.is_notice:
+            return ""
         if region.is_owned or region.held:
             who = "a living process owns it" if region.is_owned else "an engine holds it"
             self._say("kept", name, region.reserved_bytes, who)

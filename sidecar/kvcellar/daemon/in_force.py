@@ -69,6 +69,14 @@ class InForce:
         self._released_under = self.retention
 
     @property
+    def why_released(self) -> str:
+        """Why there is no region any more, and what to do, for an engine that asks for one."""
+        return (
+            f"it was freed under the retention {self._released_under.text}: ask for another retention, or restart the "
+            "sidecar container, and start the engine again"
+        )
+
+    @property
     def wants_it_again(self) -> bool:
         """Whether a region that was released is to be made anew: another retention than that is in force."""
         return self.retention.text != NOW and self.retention != self._released_under

@@ -128,7 +128,7 @@ class RegionKeeper:
                 self._take_desired()
                 try:
                     if self._is_at_rest():
-                        self._wait(WATCH_S)
+                        self._rest()
                     else:
                         self._keep()
                 except RegionHeld as error:
@@ -184,10 +184,17 @@ class RegionKeeper:
         self._be_released()
         return True
 
+    def _rest(self) -> None:
+        """Wait for another retention; engines that start meanwhile are told why there is no region."""
+        self._forget_lost_directory()
+        self._put_up_notice(self._in_force.why_released)
+        self._wait(WATCH_S)
+
     def _be_released(self) -> None:
         self._region, self._is_damaged = None, False
         self._backoff.reset()
         self._in_force.was_released()
+        self._put_up_notice(self._in_force.why_released)
         self.view = released_view(self.view)
         logger.info("region released", extra=self._fields(retention=self._in_force.retention.text))
 
@@ -322,8 +329,7 @@ class RegionKeeper:
             self._end_process(error)
             return
         if isinstance(error, DoesNotFit) and self._region is None:
-            with contextlib.suppress(KVCellarError, OSError):  # no directory, no engine that waits
-                self._notice.put_up(self._open_directory(), reason)
+            self._put_up_notice(reason)
         pause_s = self._backoff.next_s()
         logger.error("region failed", extra=self._fields(reason=reason, retry_s=round(pause_s, 1)))
         self._wait(pause_s)
@@ -341,6 +347,10 @@ class RegionKeeper:
                 held = tuple((slot, row, slot in region.held) for slot, row in rows)
                 return found_view(region, self._totals.add(held))
         return self.view
+
+    def _put_up_notice(self, reason: str) -> None:
+        with contextlib.suppress(KVCellarError, OSError):  # no directory, no engine that waits
+            self._notice.put_up(self._open_directory(), reason)
 
     def _publish_failure(self, reason: str) -> None:
         """Tell the engines through the metadata page, where there is one; the region stays ours."""

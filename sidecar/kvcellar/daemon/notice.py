@@ -20,10 +20,16 @@ class Notice:
         self._region: OwnedRegion | None = None
 
     def put_up(self, directory: RegionDirectory, reason: str) -> None:
-        """Show why; where that fails, engines wait as long as they do without."""
+        """Show why, unless that is up already; where it fails, engines wait as long as they do without."""
+        if self._region is not None:
+            return
         try:
-            self._region = OwnedRegion.acquire(directory, self._request, list)
-            self._region.fail(reason)
+            region = OwnedRegion.acquire(directory, self._request, list)
+            if region.is_adopted:
+                region.close()  # somebody has made one meanwhile: it is no notice, and may be held
+                return
+            self._region = region
+            region.fail(reason)
         except (KVCellarError, OSError) as error:
             logger.debug("failure not published", extra={"error": str(error)})
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvcellar.contract import EngineId, Owner
+from kvcellar.contract import EngineId, Owner, RegionState
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionHeld
 from kvcellar.region import file, locks, making, metafile
 from kvcellar.region.directory import (
@@ -61,6 +61,12 @@ class FoundRegion:
     held: tuple[int, ...]
     reserved_bytes: int
     damage: str = ""
+
+    @property
+    def is_notice(self) -> bool:
+        """Whether all that it is there for is to tell engines why there is no region: nobody left it behind."""
+        is_failed = self.contents is not None and self.contents.owner.state is RegionState.FAILED
+        return is_failed and self.is_owned and not self.reserved_bytes
 
 
 @dataclass(frozen=True, slots=True)
