@@ -1,132 +1,35 @@
 """A real kubelet with the chart and the image that are shipped: injected pods, from helm to the last file."""
 
-import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from kvcellar.contract import ANNOTATION_INJECTED, LABEL_INJECT
+from kvcellar.contract import ANNOTATION_INJECTED
 from tests.cluster.box.access import until
-from tests.cluster.box.api import JsonObject
-from tests.cluster.box.cgroups import MemoryGroup
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.box.node_files import PAUSE_IMAGE
 from tests.cluster.box.settings import Settings
 from tests.cluster.conftest import OPERATOR_NAMESPACE
 from tests.cluster.images import recipes
+from tests.cluster.node_pods import (
+    CAPACITY_BYTES,
+    MIB,
+    START_S,
+    assert_nothing_is_left,
+    container_status,
+    create_pod,
+    engine_pod,
+    kill_container,
+    make_profile,
+    memory,
+    pod,
+    region_of,
+    restricted_container,
+    until_checked,
+    until_restarted,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-MIB = 1 << 20
-CAPACITY_BYTES = 64 * MIB
-START_S = 90.0
-"""Measured on a quiet machine: 4 s."""
-
-
-def restricted_container(**more: object) -> JsonObject:
-    security = {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
-    }
-    return {"image": recipes.ENGINE_IMAGE, "securityContext": security, **more}
-
-
-def pod(name: str, container: JsonObject, labels: dict[str, str] | None = None) -> JsonObject:
-    security = {
-        "fsGroup": 2000,
-        "runAsNonRoot": True,
-        "runAsUser": 1000,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    spec = {
-        "automountServiceAccountToken": False,
-        "containers": [container],
-        "securityContext": security,
-        "terminationGracePeriodSeconds": 5,
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": labels or {}},
-        "spec": spec,
-    }
-
-
-def engine_pod(name: str) -> JsonObject:
-    resources = {"limits": {"memory": "128Mi"}, "requests": {"cpu": "50m", "memory": "128Mi"}}
-    engine = restricted_container(
-        name="engine", command=["python3", "/engines/pattern_engine.py"], resources=resources
-    )
-    return pod(name, engine, {LABEL_INJECT: "true"})
-
-
-def make_profile(cluster: Cluster, namespace: str) -> None:
-    cluster.apply(
-        {
-            "apiVersion": "kvcellar.dev/v1alpha1",
-            "kind": "OffloadProfile",
-            "metadata": {"name": "default", "namespace": namespace},
-            "spec": {"capacity": str(CAPACITY_BYTES)},
-        }
-    )
-
-
-def read_pod(cluster: Cluster, namespace: str, name: str) -> JsonObject:
-    return cluster.api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-
-
-def container_status(cluster: Cluster, namespace: str, name: str, container: str) -> JsonObject:
-    status = read_pod(cluster, namespace, name)["status"]
-    states = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
-    found: JsonObject = next((each for each in states if each["name"] == container), {})
-    return found
-
-
-def said(cluster: Cluster, namespace: str, name: str) -> list[JsonObject]:
-    """What the engine's present run has written."""
-    done = cluster.kubectl("logs", name, "-c", "engine", "-n", namespace, check=False)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def until_checked(cluster: Cluster, namespace: str, name: str) -> JsonObject:
-    """Wait until the engine has loaded what it stored; returns what it said when it attached."""
-    until(
-        lambda: any(line["event"] == "checked" for line in said(cluster, namespace, name)),
-        f"the engine of {name} has checked a pattern",
-        START_S,
-    )
-    return said(cluster, namespace, name)[0]
-
-
-def region_of(cluster: Cluster, namespace: str) -> JsonObject:
-    items = cluster.api.get(f"/apis/kvcellar.dev/v1alpha1/namespaces/{namespace}/offloadregions")
-    found: JsonObject = next(iter(items["items"]), {})
-    return found
-
-
-def memory(cluster: Cluster, made: JsonObject) -> MemoryGroup:
-    group = cluster.node.memory_of_pod(made["metadata"]["uid"])
-    assert group is not None
-    return group
-
-
-def kill_engine(cluster: Cluster, namespace: str, name: str) -> None:
-    made = read_pod(cluster, namespace, name)
-    state = container_status(cluster, namespace, name, "engine")
-    for pid in memory(cluster, made).container(state["containerID"]).pids:
-        os.kill(pid, signal.SIGKILL)
-
-
-def until_restarted(cluster: Cluster, namespace: str, name: str, times: int) -> None:
-    def is_back() -> bool:
-        state = container_status(cluster, namespace, name, "engine")
-        return state["restartCount"] == times and "running" in state["state"]
-
-    until(is_back, f"the engine of {name} is started again for the time {times}", START_S)
-
 
 # ---- the story
 
@@ -136,7 +39,7 @@ def test_a_labelled_pod_is_injected_uses_its_region_survives_kills_and_leaves_no
 ) -> None:
     cluster, namespace = installed, pod_namespace
     make_profile(cluster, namespace)
-    made = cluster.api.create(f"/api/v1/namespaces/{namespace}/pods", engine_pod("engine"))
+    made = create_pod(cluster, namespace, engine_pod("engine"))
     assert ANNOTATION_INJECTED in made["metadata"]["annotations"]
 
     attached = until_checked(cluster, namespace, "engine")
@@ -163,7 +66,7 @@ def test_a_labelled_pod_is_injected_uses_its_region_survives_kills_and_leaves_no
 
     before = pays.usage_bytes
     for number in range(1, 4):
-        kill_engine(cluster, namespace, "engine")
+        kill_container(cluster, namespace, "engine")
         until_restarted(cluster, namespace, "engine", number)
         until_checked(cluster, namespace, "engine")
     assert pays.usage_bytes < before + 16 * MIB
@@ -183,17 +86,6 @@ def test_a_labelled_pod_is_injected_uses_its_region_survives_kills_and_leaves_no
     cluster.kubectl("delete", "pod", "engine", "--namespace", namespace, timeout_s=90)
     assert_nothing_is_left(cluster, made)
     until(lambda: not region_of(cluster, namespace), "the object went with its pod")
-
-
-def assert_nothing_is_left(cluster: Cluster, made: JsonObject) -> None:
-    """Of a pod that is deleted: no cgroup, no mount, no folder, no container."""
-    uid = made["metadata"]["uid"]
-    until(lambda: cluster.node.memory_of_pod(uid) is None, "the pod's cgroup is gone")
-    until(
-        lambda: uid not in cluster.node.run("cat", "/proc/self/mounts").stdout, "no mount is left"
-    )
-    pods = cluster.node.folder / "kubelet" / "pods"
-    until(lambda: not (pods / uid).exists(), "the kubelet's folder of the pod is gone")
 
 
 # ---- the node itself

@@ -15,7 +15,7 @@ from tests.cluster.images.recipes import ENGINE_IMAGE
 
 FOLDER = ROOT / ".venv-vllm-pod"
 MODEL = "model"
-_INSIDE = "/opt/vllm"
+INSIDE = "/opt/vllm"
 
 
 def write_model() -> Path:
@@ -75,7 +75,7 @@ def template(claim: str, labels: dict[str, str]) -> JsonObject:
         # Not `vllm serve`, which asks for metadata that the CPU build has under another name.
         "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
         "args": _arguments(),
-        "env": [{"name": name, "value": value} for name, value in _environment().items()],
+        "env": [{"name": name, "value": value} for name, value in environment().items()],
         "ports": [{"name": "http", "containerPort": 8000}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1},
         "resources": {
@@ -88,7 +88,7 @@ def template(claim: str, labels: dict[str, str]) -> JsonObject:
             "readOnlyRootFilesystem": True,
         },
         "volumeMounts": [
-            {"name": "vllm", "mountPath": _INSIDE, "readOnly": True},
+            {"name": "vllm", "mountPath": INSIDE, "readOnly": True},
             {"name": "scratch", "mountPath": "/scratch"},
         ],
     }
@@ -114,7 +114,7 @@ def template(claim: str, labels: dict[str, str]) -> JsonObject:
 def _arguments() -> list[str]:
     """Of `vllm serve`; which, and why: kvcellar.demo.engine_config."""
     return [
-        f"--model={_INSIDE}/{MODEL}",
+        f"--model={INSIDE}/{MODEL}",
         "--served-model-name=tiny",
         "--dtype=float32",
         "--enforce-eager",
@@ -128,9 +128,10 @@ def _arguments() -> list[str]:
     ]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The variables of its container; its scratch folder is ``/scratch``."""
     return {
-        "PYTHONPATH": _INSIDE,
+        "PYTHONPATH": INSIDE,
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": "/scratch",
         "TMPDIR": "/scratch",
