@@ -156,7 +156,7 @@ def read_injected(pod: Pod) -> dict[str, Any]:
     """The annotation `kvcellar.dev/injected`; empty if it is missing or damaged."""
     try:
         stamp = json.loads(annotations(pod).get(ANNOTATION_INJECTED, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: thousands of brackets
         return {}
     return stamp if isinstance(stamp, dict) else {}
 

@@ -6,6 +6,7 @@ counts in quotas and LimitRanges like any container, which that Event does not m
 
 import asyncio
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ OWNERS = {"ReplicaSet": "replicasets", "StatefulSet": "statefulsets"}
 _WAITING = 256
 _REMEMBERED = 4096
 _MAX_CAUSE = 600
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
 class Refusals:
@@ -42,7 +44,7 @@ class Refusals:
     def note(self, event: Mapping[str, Any]) -> None:
         """Look at an Event later; in a flood some are not, and come again."""
         owner = event.get("involvedObject") or {}
-        is_new = owner.get("kind") in OWNERS and owner.get("uid") not in self._seen
+        is_new = _is_named(owner) and owner["uid"] not in self._seen
         if is_new and not self._queue.full():
             self._queue.put_nowait({"owner": owner, "message": event.get("message", "")})
 
@@ -71,6 +73,16 @@ class Refusals:
         self._seen[uid] = None
         while len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
+
+
+def _is_named(owner: Mapping[str, Any]) -> bool:
+    """Whether an owner can be asked for. Events are anybody's to write, and their names become a path."""
+    names = (owner.get("namespace") or "", owner.get("name") or "")
+    return bool(
+        owner.get("kind") in OWNERS
+        and owner.get("uid")
+        and all(_OBJECT_NAME.fullmatch(name) for name in names)
+    )
 
 
 def _has_opted_in(owner: JsonObject) -> bool:

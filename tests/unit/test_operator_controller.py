@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvcellar.contract import PlanBody, RegionState
+from kvcellar_operator.cluster import Api, NotFound
 from kvcellar_operator.events import (
     EventLedger,
     EventType,
@@ -27,6 +28,8 @@ from kvcellar_operator.metrics import ControllerMetrics
 from kvcellar_operator.objects import Key, key_of
 from kvcellar_operator.podview import PodView, view_pod
 from kvcellar_operator.polling import PollLoop
+from kvcellar_operator.posting import EventPoster
+from kvcellar_operator.refusals import Refusals
 from kvcellar_operator.regions import desired, is_newer, new_region
 from kvcellar_operator.sidecars import AskLimits, NoAnswer, Sidecars, pod_address
 from kvcellar_operator.words import TOLD, WHYS, Told, Why
@@ -392,8 +395,43 @@ def test_of_a_region_the_newest_version_counts() -> None:
     assert key_of(made(view)).namespace == "ns"
 
 
+class NothingThere:
+    """An API server without any object; it notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """404."""
+        self.paths.append(path)
+        raise NotFound("there is none", 404)
+
+
+def test_an_event_that_names_no_owner_does_not_end_the_look_at_refused_pods() -> None:
+    api = NothingThere()
+    good = {"kind": "ReplicaSet", "namespace": "ns", "name": "engine-5d", "uid": "7b0d"}
+    # The API server takes each of these from whoever may write Events.
+    bad = [
+        *({name: value for name, value in good.items() if name != left_out} for left_out in good),
+        good | {"name": "x/../../../../../v1/secrets"},
+        good | {"name": "x?limit=1"},
+    ]
+
+    async def look() -> None:
+        poster = EventPoster(cast("Api", api), ControllerMetrics())
+        refused = Refusals(cast("Api", api), poster)
+        for owner in [*bad, good]:
+            refused.note({"involvedObject": owner, "message": "exceeded quota"})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await refused.run()
+
+    asyncio.run(look())
+    assert api.paths == ["/apis/apps/v1/namespaces/ns/replicasets/engine-5d"]
+
+
 def test_a_damaged_annotation_makes_no_pod_trip() -> None:
-    for text in ("", "{", "[]", '{"engineIds": 7}', '{"engineIds": ["/etc"], "capacityBytes": -1}'):
+    for text in ("", "{", "[]", "[" * 100_000, '{"engineIds": 7}', '{"engineIds": ["/etc"], "capacityBytes": -1}'):
         body = {
             "metadata": {
                 "namespace": "ns",
