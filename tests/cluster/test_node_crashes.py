@@ -133,7 +133,7 @@ def test_without_kvcellar_a_killed_vllm_leaves_its_region_and_never_starts_again
     def has_failed_twice() -> bool:
         state = container_status(cluster, namespace, "engine", "engine")
         ended = state.get("lastState", {}).get("terminated", {})
-        return state["restartCount"] >= 2 and ended.get("exitCode") == 1
+        return bool(state["restartCount"] >= 2 and ended.get("exitCode") == 1)
 
     until(has_failed_twice, "the engine fails at its own start, again and again", 300.0)
     # Nobody holds the first file, and it is there for as long as the pod.
