@@ -357,7 +357,6 @@ def test_a_port_in_use_ends_it_with_2_before_anything_is_made(make_sidecar: Make
         ("KVCELLAR_CAPACTIY", "1Gi", "KVCELLAR_CAPACTIY is not a setting"),
         ("KVCELLAR_ENGINE_ID", "../etc", "engine id '../etc'"),
         ("KVCELLAR_OWNER", "engine", "KVCELLAR_OWNER=engine"),
-        ("KVCELLAR_MODE", "stock", "KVCELLAR_MODE=stock"),
         ("KVCELLAR_HTTP_HOST", "192.0.2.1", "cannot listen on 192.0.2.1"),
         ("KVCELLAR_HTTP_HOST", "a..b", "cannot listen on a..b"),
     ],

@@ -55,7 +55,7 @@ def the_slot_check_before_an_adoption(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_slot_check_before_loose_files_are_removed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(survey, "_held", lambda directory, name: False)
+    patch.setattr(survey, "_held", lambda *arguments: False)
 
 
 def the_owner_byte(patch: pytest.MonkeyPatch) -> None:

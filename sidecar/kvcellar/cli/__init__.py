@@ -16,6 +16,7 @@ from types import FrameType
 from kvcellar import __version__
 from kvcellar.contract import StartGate, printable
 from kvcellar.errors import KVCellarError, Unsupported
+from kvcellar.region import leases
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; the process's own if None.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    leases.ignore_breaks()
     _leave_on_sigterm(0 if given[:1] == ["sidecar"] else _TERMINATED)
     try:
         status = _run(given)

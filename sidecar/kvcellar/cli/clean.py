@@ -1,12 +1,16 @@
 """`kvcellar clean`: remove regions and files that nobody owns or holds, and say what was left and why."""
 
 import sys
+import time
+from pathlib import Path
 
 from kvcellar.contract import printable
 from kvcellar.daemon.config import Settings
 from kvcellar.errors import ConfigurationError, NotReady, RegionHeld, RegionMismatch
 from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.janitor import Janitor
 from kvcellar.region.permissions import not_permitted
+from kvcellar.region.quarantine import WAIT_S
 from kvcellar.region.survey import (
     FoundRegion,
     LooseFile,
@@ -27,7 +31,8 @@ def run(*, is_dry: bool) -> int:
         RegionHeld: there was something, and all of it is owned or held.
         RegionMismatch: a page cannot be read or a name is not ours; the rest was cleaned.
     """
-    path = Settings.load().region_directory
+    settings = Settings.load()
+    path = settings.region_directory
     try:
         directory = RegionDirectory.open(path)
     except FileNotFoundError as error:
@@ -35,7 +40,7 @@ def run(*, is_dry: bool) -> int:
             f"{path} does not exist: set KVCELLAR_DIR to where the regions are"
         ) from error
     try:
-        return _Cleaner(directory, is_dry).clean()
+        return _Cleaner(directory, settings.root, is_dry).clean()
     except PermissionError as error:
         raise ConfigurationError(
             not_permitted(path, "cleaned", "run the command as uid {uid}, as its sidecar does")
@@ -47,8 +52,9 @@ def run(*, is_dry: bool) -> int:
 class _Cleaner:
     """One pass over a directory; counts what went and what stayed."""
 
-    def __init__(self, directory: RegionDirectory, is_dry: bool) -> None:
+    def __init__(self, directory: RegionDirectory, root: Path, is_dry: bool) -> None:
         self._directory = directory
+        self._root = root
         self._is_dry = is_dry
         self._removed = 0
         self._kept = 0
@@ -57,6 +63,7 @@ class _Cleaner:
         found = survey(self._directory)
         damage = [self._clean_region(region) for region in found.regions]
         self._clean_loose(found)
+        self._clean_root()
         if any(damage):
             raise RegionMismatch(next(text for text in damage if text))
         if self._kept and not self._removed:
@@ -102,6 +109,27 @@ class _Cleaner:
             if loose.error or (loose.kind is LooseKind.PART and loose.name not in names):
                 reason = loose.error or "a process of an engine holds it"
                 self._say("kept", loose.name, loose.size_bytes, reason)
+
+    def _clean_root(self) -> None:
+        """Remove files of stock vLLM that no engine has; those that one has are none of ours."""
+        janitor = Janitor(self._root)
+        try:
+            if self._is_dry:
+                found = janitor.look(self._directory)
+                gone = [file for file in found if not (file.is_held or file.reason)]
+                left = [file for file in found if file.reason]
+            else:
+                left = janitor.set_aside(self._directory)
+                if janitor.is_waiting:
+                    time.sleep(WAIT_S)
+                gone = janitor.finish(self._directory)
+        finally:
+            janitor.close()
+        for file in gone:
+            self._say("removed", file.name, file.size_bytes, "no engine had it")
+        for file in left:
+            if not file.is_held:
+                self._say("kept", file.name, file.size_bytes, file.reason)
 
     def _say(self, action: str, name: str, size_bytes: int, reason: str) -> None:
         if action == "removed":

@@ -7,10 +7,12 @@ from typing import Any
 from kvcellar.cli.client import SidecarClient
 from kvcellar.contract import RegionsBody, printable, to_json
 from kvcellar.daemon import orphans
+from kvcellar.daemon.cleaning import lying_stock
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.status import Status, found_view
 from kvcellar.errors import ConfigurationError, NotReady, RegionMismatch
 from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.janitor import Janitor, StockFile
 from kvcellar.region.memory import read_limits
 from kvcellar.region.metadata import Counters
 from kvcellar.region.permissions import not_permitted
@@ -56,6 +58,7 @@ def _look(settings: Settings) -> tuple[RegionsBody, str]:
         ) from error
     try:
         found = survey(directory)
+        stock_files = _look_at_root(settings, directory)
         limits = read_limits(directory.fd, pod_limit_bytes=settings.pod_memory_limit_bytes)
     except PermissionError as error:
         raise ConfigurationError(not_permitted(path, "looked at")) from error
@@ -68,9 +71,20 @@ def _look(settings: Settings) -> tuple[RegionsBody, str]:
         retention=settings.retention.text,
         on_failure=settings.on_failure,
         limits=tuple(limits),
-        orphans=tuple(orphans.lying(found, ids)),
+        orphans=(*orphans.lying(found, ids), *lying_stock(stock_files)),
     )
     return status.regions_body(), next((r.error for r in found.regions if r.error), "")
+
+
+def _look_at_root(settings: Settings, directory: RegionDirectory) -> list[StockFile]:
+    """Files of stock vLLM beside the directory; none where the root cannot be read."""
+    janitor = Janitor(settings.root)
+    try:
+        return janitor.look(directory)
+    except OSError:
+        return []
+    finally:
+        janitor.close()
 
 
 def _table(regions: list[dict[str, Any]]) -> str:

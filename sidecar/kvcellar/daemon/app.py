@@ -20,13 +20,14 @@ from fastapi import FastAPI
 from typing_extensions import override
 
 from kvcellar import __version__
-from kvcellar.contract import ENV_HTTP_HOST, ENV_HTTP_PORT, ENV_OWNER, Mode, Owner
+from kvcellar.contract import ENV_HTTP_HOST, ENV_HTTP_PORT, ENV_OWNER, Owner
 from kvcellar.daemon import logs
 from kvcellar.daemon.api import create_app
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.connections import BACKLOG, BoundedConnection
 from kvcellar.daemon.service import Service, describe, region_requests
-from kvcellar.errors import ConfigurationError, KVCellarError, Unsupported
+from kvcellar.errors import ConfigurationError, KVCellarError
+from kvcellar.region import leases
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,8 @@ def run(settings: Settings, *, any_filesystem: bool = False) -> None:
         raise ConfigurationError(
             f"{ENV_OWNER}=engine cannot be used here: engines that own their regions need no sidecar"
         )
-    if settings.mode is Mode.STOCK:
-        raise Unsupported(
-            "KVCELLAR_MODE=stock is not supported by this version: use the plugin, KVCELLAR_MODE=plugin"
-        )
     requests = region_requests(settings)
+    leases.ignore_breaks()
     with _listen(settings.http_host, settings.http_port) as listener:
         service = Service(settings, requests, any_filesystem=any_filesystem)
         server = _make_server(service)

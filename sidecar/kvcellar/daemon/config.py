@@ -194,7 +194,7 @@ class Settings(BaseSettings):
     )
     """Whether reserving tries to make huge pages; what it cannot make gets small ones."""
     janitor: Annotated[Janitor, _variable(contract.ENV_JANITOR), _choice(Janitor)] = Janitor.RECLAIM
-    """What happens to files of stock vLLM that nobody holds; nothing acts on it yet."""
+    """What happens to files of stock vLLM that nobody holds."""
     pod_memory_limit_bytes: Annotated[
         int, _variable(contract.ENV_POD_MEMORY_LIMIT), _parsed(_memory_limit)
     ] = 0

@@ -295,7 +295,7 @@ class RegionKeeper:
                 "participants changed", extra=self._fields(participants=len(self.view.participants))
             )
         is_over = self._clock.is_over(
-            self._in_force.retention, was_used=seen.session is not None, is_held=self._is_held
+            self._in_force.retention, was_used=seen.was_used, is_held=self._is_held
         )
         if (is_over or self._frees_now()) and self._was_released(region):
             self._be_released()

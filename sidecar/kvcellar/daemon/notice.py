@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+from kvcellar.contract import Mode
 from kvcellar.errors import KVCellarError
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import HUGE_PAGE_BYTES
@@ -21,8 +22,8 @@ class Notice:
 
     def put_up(self, directory: RegionDirectory, reason: str) -> None:
         """Show why, unless that is up already; where it fails, engines wait as long as they do without."""
-        if self._region is not None:
-            return
+        if self._region is not None or self._request.mode is Mode.STOCK:
+            return  # a stock vLLM reads no page: it makes its own file at once
         try:
             region = OwnedRegion.acquire(directory, self._request, list)
             if region.is_adopted:

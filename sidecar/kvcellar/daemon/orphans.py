@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 RECLAIMED = "reclaimed"
 KEPT = "kept"
-_REMEMBERED = 32
+REMEMBERED = 32
 """Reclaimed files that the status goes on showing; the metrics count all of them."""
 
 
@@ -29,7 +29,7 @@ class Sweep:
     Attributes:
         orphans: reclaimed ones, oldest first, then those that lie there now.
         reclaimed_files, reclaimed_bytes: since this process started.
-        foreign_bytes: files in the directory that are not ours.
+        foreign_bytes: files in the directory, or files of stock vLLM beside it, that are not ours.
     """
 
     orphans: tuple[OrphanBody, ...] = ()
@@ -37,13 +37,22 @@ class Sweep:
     reclaimed_bytes: int = 0
     foreign_bytes: int = 0
 
+    def plus(self, other: "Sweep") -> "Sweep":
+        """Both together."""
+        return Sweep(
+            self.orphans + other.orphans,
+            self.reclaimed_files + other.reclaimed_files,
+            self.reclaimed_bytes + other.reclaimed_bytes,
+            self.foreign_bytes + other.foreign_bytes,
+        )
+
 
 class Sweeper:
     """Sweeps one directory, and remembers what it removed."""
 
     def __init__(self, own_ids: list[str]) -> None:
         self._own_ids = frozenset(own_ids)
-        self._reclaimed: deque[OrphanBody] = deque(maxlen=_REMEMBERED)
+        self._reclaimed: deque[OrphanBody] = deque(maxlen=REMEMBERED)
         self._files = 0
         self._bytes = 0
 

@@ -10,15 +10,19 @@ from kvcellar.contract import PlanBody, RegionState
 from kvcellar.errors import DoesNotFit
 from kvcellar.region import memory
 from kvcellar.region.directory import RegionDirectory
-from kvcellar.region.index_file import index_bound_bytes
 from kvcellar.region.owner import OwnedRegion
-from kvcellar.region.promises import LimitReader, plan_beside_others, promised_bytes
+from kvcellar.region.promises import (
+    LimitReader,
+    index_bytes,
+    plan_beside_others,
+    promised_bytes,
+)
 
 
 def granted(region: OwnedRegion, directory: RegionDirectory, read_limits: LimitReader) -> PlanBody:
     """The plan of a region that was just acquired: what it still needs, and what there is for it."""
     missing = max(region.capacity_bytes - region.reserved_bytes(), 0)
-    index = 0 if region.is_adopted else index_bound_bytes(region.capacity_bytes)
+    index = 0 if region.is_adopted else index_bytes(region.capacity_bytes, region.owner.mode)
     with directory.lock():
         promised = promised_bytes(directory)
     # Its own promise is what is asked for here.

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvcellar.contract import Contents, EngineId
+from kvcellar.contract import Contents, EngineId, Mode
+from kvcellar.daemon.cleaning import Cleaner
 from kvcellar.daemon.config import Settings
 from kvcellar.daemon.desired import Desired, DesiredFile
 from kvcellar.daemon.in_force import CONTENTS_NOT_KEPT
@@ -24,7 +25,7 @@ from kvcellar.daemon.oom import FirstToBeKilled
 from kvcellar.daemon.orphans import Sweep, Sweeper
 from kvcellar.daemon.rules import KeeperRules
 from kvcellar.daemon.status import Status
-from kvcellar.errors import KVCellarError
+from kvcellar.errors import ConfigurationError, KVCellarError
 from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.memory import read_limits
@@ -43,8 +44,14 @@ def region_requests(settings: Settings) -> list[RegionRequest]:
     """What the settings ask for: one region for each engine.
 
     Raises:
-        ConfigurationError: `KVCELLAR_ENGINE_ID` or `KVCELLAR_CAPACITY` is missing.
+        ConfigurationError: `KVCELLAR_ENGINE_ID` or `KVCELLAR_CAPACITY` is missing, or in stock mode the
+            directory is not where its files can go to the root.
     """
+    if settings.mode is Mode.STOCK and settings.region_directory.parent != settings.root:
+        raise ConfigurationError(
+            f"KVCELLAR_DIR={str(settings.region_directory)!r} cannot be used in stock mode: vLLM looks for its file in "
+            f"KVCELLAR_ROOT, so the directory has to lie directly in {settings.root}"
+        )
     return [
         RegionRequest(
             engine_id,
@@ -80,6 +87,8 @@ class Service:
         self._keepers = [RegionKeeper(request, self._rules, self._on_fatal) for request in requests]
         self._sweeper = Sweeper([keeper.engine_id for keeper in self._keepers])
         self._sweep = Sweep()
+        self._cleaner = Cleaner(settings.root, settings.janitor, self._open_directory)
+        self._reclaimed_files = 0
         self._desired = DesiredFile(settings.desired_file, settings.pod_uid)
         self._limits: tuple[Limit, ...] = ()
         self._fatal_lock = threading.Lock()
@@ -105,6 +114,7 @@ class Service:
         """Ask every thread to end after its step; safe in a signal handler's context."""
         self._asked_s = self._asked_s or time.monotonic()
         self._stop.set()
+        self._cleaner.stop()
         for keeper in self._keepers:
             keeper.stop()
 
@@ -112,6 +122,7 @@ class Service:
         """End, and wait for the threads up to a deadline after the first asking; regions keep their files."""
         self._asked_s = self._asked_s or time.monotonic()
         self._stop.set()
+        self._cleaner.stop()
         for keeper in self._keepers:
             keeper.stop(leave_nothing=self.fatal is not None)
         deadline = self._asked_s + timeout_s
@@ -120,22 +131,24 @@ class Service:
                 logger.warning(
                     "keeper still inside a system call", extra={"engine_id": keeper.engine_id}
                 )
+        self._cleaner.join(deadline - time.monotonic())
         self._supervisor.join(max(deadline - time.monotonic(), 0.0))
 
     def status(self) -> Status:
         """Everything that the sidecar shows, as of now."""
         ids = [keeper.engine_id for keeper in self._keepers]
         desired = self._desired.current
+        sweep = self._sweep.plus(self._cleaner.sweep)
         return Status(
             regions=tuple(keeper.view for keeper in self._keepers),
             contents=self._settings.contents,
             retention=self._settings.retention.text,
             on_failure=self._settings.on_failure,
             limits=self._limits,
-            orphans=self._sweep.orphans,
-            reclaimed_files=self._sweep.reclaimed_files,
-            reclaimed_bytes=self._sweep.reclaimed_bytes,
-            foreign_bytes=self._sweep.foreign_bytes,
+            orphans=sweep.orphans,
+            reclaimed_files=sweep.reclaimed_files,
+            reclaimed_bytes=sweep.reclaimed_bytes,
+            foreign_bytes=sweep.foreign_bytes,
             stopped_by=str(self.fatal or ""),
             is_alive=self._is_alive(),
             desired_problems={
@@ -149,7 +162,8 @@ class Service:
         if self._stop.is_set() or self.fatal is not None:
             return True
         is_beating = self._supervisor.is_alive() and time.monotonic() - self._beat_s < _STUCK_S
-        return is_beating and all(keeper.is_alive for keeper in self._keepers)
+        is_working = self._cleaner.is_alive and all(keeper.is_alive for keeper in self._keepers)
+        return is_beating and is_working
 
     def _on_fatal(self, error: KVCellarError) -> None:
         with self._fatal_lock:
@@ -171,6 +185,9 @@ class Service:
     def _supervise(self) -> None:
         self._look_at_desired()
         directory = self._look(None, is_sweep=True)
+        self._cleaner.start()
+        while not (self._cleaner.has_looked.wait(0.1) or self._stop.is_set()):
+            self._beat_s = time.monotonic()  # what it frees now is there for the plan
         for keeper in self._keepers:
             keeper.start()
         swept_s = time.monotonic()
@@ -216,6 +233,7 @@ class Service:
             self._look_at_limits(directory)
             if is_sweep:
                 self._look_at_orphans(directory)
+            self._look_at_reclaimed()
         except (KVCellarError, OSError) as error:
             logger.debug("directory not looked at", extra={"error": str(error)})
         return directory
@@ -231,9 +249,12 @@ class Service:
             self._retry_failed()
 
     def _look_at_orphans(self, directory: RegionDirectory) -> None:
-        before = self._sweep.reclaimed_files
         self._sweep = self._sweeper.sweep(directory)
-        if self._sweep.reclaimed_files != before:
+
+    def _look_at_reclaimed(self) -> None:
+        before = self._reclaimed_files
+        self._reclaimed_files = self._sweep.reclaimed_files + self._cleaner.sweep.reclaimed_files
+        if self._reclaimed_files != before:
             self._retry_failed()
 
     def _retry_failed(self) -> None:

@@ -38,6 +38,12 @@ _TEMPORARY = re.compile(
     r"\.new\.(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.(?P<nonce>[0-9a-f]{16})"
 )
 
+STOCK_FILE = re.compile(r"vllm_offload_.*\.mmap.*", re.DOTALL)
+"""Files of stock vLLM; 0.33 makes several for one engine, `.mmap`, `.mmap.1` and so on."""
+_QUARANTINE = re.compile(
+    rf"quarantine\.(?P<inode>[0-9]{{1,20}})\.(?P<name>{STOCK_FILE.pattern})", re.DOTALL
+)
+
 
 def meta_name(engine_id: EngineId) -> str:
     """Name of the metadata page."""
@@ -47,6 +53,22 @@ def meta_name(engine_id: EngineId) -> str:
 def data_name(engine_id: EngineId, nonce: str) -> str:
     """Name of the data file."""
     return f"{engine_id}.{nonce}.data"
+
+
+def stock_name(engine_id: EngineId) -> str:
+    """Name that vLLM itself gives its region's file, in /dev/shm."""
+    return f"vllm_offload_{engine_id}.mmap"
+
+
+def quarantine_name(inode: int, name: str) -> str:
+    """Name of a file of stock vLLM while it lies aside; no pattern of vLLM's files fits it."""
+    return f"quarantine.{inode}.{name}"
+
+
+def quarantined(name: str) -> tuple[int, str] | None:
+    """Inode and old name of a file that lies aside; None if the name is none of those."""
+    match = _QUARANTINE.fullmatch(name)
+    return (int(match["inode"]), match["name"]) if match else None
 
 
 def index_name(engine_id: EngineId, nonce: str) -> str:

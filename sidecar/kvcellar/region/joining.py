@@ -10,13 +10,14 @@ a late rank of that one would come in beside it.
 """
 
 import logging
+import math
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcellar.contract import EngineId, RegionState, Role
+from kvcellar.contract import EngineId, Mode, RegionState, Role
 from kvcellar.errors import (
     ConfigurationError,
     KVCellarError,
@@ -71,16 +72,29 @@ class JoinRequest:
                 f"rank {self.rank} of world size {self.world_size} cannot attach to region {self.engine_id}: a rank is "
                 "in [0, world size); fold it with fold_rank first"
             )
-        if not re.fullmatch("[0-9a-f]{32}", self.session):
+        if not _is_text("[0-9a-f]{32}", self.session):
             raise ConfigurationError(
                 f"session {self.session!r} cannot be used for region {self.engine_id}: a session is 32 hexadecimal "
                 "digits, the same in all processes of one engine start"
             )
-        if not re.fullmatch("[0-9a-f]{0,64}", self.fingerprint):
+        if not _is_text("[0-9a-f]{0,64}", self.fingerprint):
             raise ConfigurationError(
                 f"fingerprint {self.fingerprint!r} cannot be used for region {self.engine_id}: a fingerprint is up to "
                 "64 hexadecimal digits"
             )
+        if not _is_wait(self.timeout_s):
+            raise ConfigurationError(
+                f"timeout_s={self.timeout_s!r} cannot be used for region {self.engine_id}: give seconds, 0 or more and "
+                "not without end (KVCELLAR_ATTACH_TIMEOUT)"
+            )
+
+
+def _is_text(pattern: str, value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _is_wait(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
 
 
 class Place:
@@ -271,6 +285,11 @@ def _tryjoin(
 def _not_attachable(
     directory: RegionDirectory, request: JoinRequest, owner: OwnerSection
 ) -> _Wait | None:
+    if owner.mode is Mode.STOCK:
+        raise RegionMismatch(
+            f"region {request.engine_id} was made for an unmodified vLLM (KVCELLAR_MODE=stock), whose file is laid out "
+            "otherwise: start the sidecar with KVCELLAR_MODE=plugin, or vLLM without the plug-in"
+        )
     if owner.state in ATTACHABLE:
         return None
     if owner.state is RegionState.FAILED:

@@ -14,15 +14,16 @@ import os
 import secrets
 from dataclasses import dataclass, replace
 
-from kvcellar.contract import EngineId, RegionState
+from kvcellar.contract import EngineId, Mode, RegionState
 from kvcellar.errors import (
     ConfigurationError,
     DoesNotFit,
     KVCellarError,
     MetadataDamaged,
     RegionHeld,
+    RegionMismatch,
 )
-from kvcellar.region import file, locks, metafile, syscalls
+from kvcellar.region import file, locks, metafile, stock, syscalls
 from kvcellar.region.directory import (
     RegionDirectory,
     data_name,
@@ -30,11 +31,11 @@ from kvcellar.region.directory import (
     meta_name,
     temporary_name,
 )
-from kvcellar.region.frame import MAX_SLOTS, META_BYTES
+from kvcellar.region.frame import META_BYTES
 from kvcellar.region.memory import TMPFS
 from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
-from kvcellar.region.states import RegionRequest
+from kvcellar.region.states import ATTACHABLE, RegionRequest
 from kvcellar.region.wholeness import loss_by_state
 
 
@@ -103,7 +104,10 @@ def create(
         DoesNotFit: a limit leaves too little; nothing was made.
         ConfigurationError: the volume does not let files be made.
     """
-    asked = needed_bytes(request.capacity_bytes)
+    if request.mode is Mode.STOCK:
+        stock.check_root(directory)
+        stock.check_name_is_free(directory, request.engine_id)
+    asked = needed_bytes(request.capacity_bytes, request.mode)
     decided = plan_beside_others(directory, asked, read_limits)
     if not decided.fits:
         raise decided.refusal(request.engine_id, request.capacity_setting)
@@ -111,9 +115,11 @@ def create(
     temporary = temporary_name(engine_id, nonce)
     made: dict[str, int] = {}
     try:
-        for name in (data_name(engine_id, nonce), index_name(engine_id, nonce), temporary):
+        data, index = data_name(engine_id, nonce), index_name(engine_id, nonce)
+        # What a stock vLLM stores where is in its own memory: it has no use for an index file.
+        for name in (data, temporary) if request.mode is Mode.STOCK else (data, index, temporary):
             made[name] = directory.create_file(name)
-        data_fd, index_fd, meta_fd = made.values()
+        data_fd, meta_fd = made[data], made[temporary]
         os.ftruncate(data_fd, request.capacity_bytes)
         owner = _new_owner(request, nonce, data_fd)
         os.posix_fallocate(meta_fd, 0, META_BYTES)  # on a full volume a write is only cut short
@@ -128,7 +134,8 @@ def create(
             _unlink_quietly(directory, name)
             os.close(fd)
         raise as_refusal(error, request) from error
-    os.close(index_fd)
+    if index in made:
+        os.close(made[index])
     return RegionFiles(owner, meta_fd, data_fd, is_adopted=False)
 
 
@@ -142,7 +149,8 @@ def remove(
     """
     if directory.unlink_if(meta_name(engine_id), meta):
         data = (owner.data_device, owner.data_inode)
-        directory.unlink_if(data_name(engine_id, owner.nonce), data)
+        for name in stock.data_names(engine_id, owner):
+            directory.unlink_if(name, data)
         directory.unlink_regular(index_name(engine_id, owner.nonce))
 
 
@@ -169,7 +177,11 @@ def _new_owner(request: RegionRequest, nonce: str, data_fd: int) -> OwnerSection
 
 def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> int | None:
     """The data file that the page names, or None if the name is gone or leads to another inode."""
-    name = data_name(engine_id, owner.nonce)
+    if owner.mode is Mode.STOCK and owner.state in ATTACHABLE:
+        # A release that was killed has left it hidden. Where the name is taken, the file is gone.
+        with contextlib.suppress(RegionMismatch):
+            stock.publish(directory, engine_id, owner)
+    name = stock.find_data(directory, engine_id, owner)
     if directory.identity(name) != (owner.data_device, owner.data_inode):
         return None
     return directory.open_file(name)
@@ -177,7 +189,7 @@ def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSect
 
 def _still_wanted(meta_fd: int, data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
     """Adopt what is held, and what is whole and as asked."""
-    if locks.held_slots(data_fd, MAX_SLOTS):
+    if stock.held_slots(data_fd, owner.mode):
         return True
     same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
     is_whole = not loss_by_state(data_fd, request.engine_id, owner)

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvcellar.contract import EngineId, RegionState
+from kvcellar.contract import EngineId, Mode, RegionState
 from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionMismatch
-from kvcellar.region import file, frame, locks, making, metadata, metafile
-from kvcellar.region.directory import RegionDirectory, data_name, meta_name
+from kvcellar.region import file, frame, locks, making, metadata, metafile, stock
+from kvcellar.region.directory import RegionDirectory, meta_name
 from kvcellar.region.forks import close_in_children
 from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
@@ -55,6 +55,11 @@ class RegionSnapshot:
     held: tuple[int, ...]
     reserved_bytes: int
     damage: str
+
+    @property
+    def was_used(self) -> bool:
+        """Whether an engine has ever held the region: in stock mode its row is all that says so."""
+        return self.session is not None or (self.owner.mode is Mode.STOCK and bool(self.rows))
 
 
 _P = ParamSpec("_P")
@@ -103,6 +108,7 @@ class OwnedRegion:
         self._meta_identity = making.identity(files.meta_fd)
         self._read_limits = read_limits
         self.is_adopted = files.is_adopted
+        self._is_engine_noted = False
         close_in_children(self)
 
     # --- make or adopt (protocol steps 1 to 3) -----------------------------------------------------------
@@ -193,6 +199,7 @@ class OwnedRegion:
             )
         if lost := loss(self._data_fd, self.engine_id, self._owner, is_reserved=True):
             raise RegionMismatch(lost)
+        self._publish_name()
         self._move(RegionState.RESERVED, "")
 
     @_in_words
@@ -235,6 +242,9 @@ class OwnedRegion:
         an engine that believes in its contents.
         """
         if self._owner.state is RegionState.FAILED and not self.held():
+            if self._owner.mode is Mode.STOCK:
+                with self._directory.lock():
+                    stock.hide(self._directory, self.engine_id, self._owner)
             self._move(RegionState.RESERVING, "")
 
     # --- look (any thread) -------------------------------------------------------------------------------
@@ -266,12 +276,13 @@ class OwnedRegion:
     @_in_words
     def held(self) -> bool:
         """Whether any participant is attached now."""
-        return bool(locks.held_slots(self._data_fd, MAX_SLOTS))
+        return bool(stock.held_slots(self._data_fd, self._owner.mode))
 
     @_in_words
     def snapshot(self) -> RegionSnapshot:
         """Read the region as it is now; never raises for what other processes wrote."""
-        held = tuple(locks.held_slots(self._data_fd, MAX_SLOTS))
+        held = stock.held_slots(self._data_fd, self._owner.mode)
+        self._note_engine(is_held=bool(held))
         damage = self._file_damage()
         session: SessionSection | None = None
         rows: dict[int, SlotRow] = {}
@@ -309,10 +320,15 @@ class OwnedRegion:
         """Remove the region if nobody holds it; False, and nothing happens, if somebody does.
 
         The page is opened again by name under the lock: a late clean-up of an old generation finds
-        another inode and leaves it alone.
+        another inode and leaves it alone. A stock region that engines could find takes a second longer.
         """
+        is_stock = self._owner.mode is Mode.STOCK
+        if is_stock and not stock.withdraw(
+            self._directory, self.engine_id, self._owner, self._data_fd
+        ):
+            return False
         with self._directory.lock():
-            if self.held():
+            if not is_stock and self.held():
                 return False
             making.remove(self._directory, self.engine_id, self._owner, self._meta_identity)
             self._owner = replace(self._owner, state=RegionState.RELEASED, reason="")
@@ -349,6 +365,24 @@ class OwnedRegion:
 
     # --- inside ------------------------------------------------------------------------------------------
 
+    def _publish_name(self) -> None:
+        """Let a stock engine find the file, now that every page of it is promised."""
+        if self._owner.mode is Mode.PLUGIN:
+            return
+        try:
+            with self._directory.lock():
+                stock.publish(self._directory, self.engine_id, self._owner)
+        except RegionMismatch:
+            self._give_back()
+            raise
+
+    def _note_engine(self, *, is_held: bool) -> None:
+        """Keep the row that stands for a stock engine: written each time that one comes."""
+        if self._owner.mode is Mode.STOCK:
+            if is_held and not self._is_engine_noted:
+                stock.note_engine(self._meta_fd)
+            self._is_engine_noted = is_held
+
     def _check_limits(self, step_bytes: int) -> None:
         missing = self._owner.capacity_bytes - self.reserved_bytes()
         step = min(step_bytes, max(missing, 0))
@@ -362,11 +396,12 @@ class OwnedRegion:
             raise decided.refusal(self.engine_id, self._request.capacity_setting)
 
     def _file_damage(self) -> str:
-        name = data_name(self.engine_id, self._owner.nonce)
+        name = stock.find_data(self._directory, self.engine_id, self._owner)
         if self._directory.identity(meta_name(self.engine_id)) != self._meta_identity:
             return f"the metadata page of region {self.engine_id} was removed or replaced by another process"
         if self._directory.identity(name) != (self._owner.data_device, self._owner.data_inode):
-            return f"the data file {name} was removed or replaced by another process"
+            file_name = os.path.basename(name)
+            return f"the data file {file_name} was removed or replaced by another process"
         return self._loss()
 
     def _loss(self) -> str:

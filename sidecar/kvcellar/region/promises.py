@@ -8,7 +8,7 @@ its engine sizes it, long after the plan.
 import os
 from collections.abc import Callable
 
-from kvcellar.contract import RegionState
+from kvcellar.contract import Mode, RegionState
 from kvcellar.errors import KVCellarError
 from kvcellar.region import file, metafile
 from kvcellar.region.cgroups import Limit
@@ -22,9 +22,14 @@ LimitReader = Callable[[], list[Limit]]
 _PLAN_TRIES = 5
 
 
-def needed_bytes(capacity_bytes: int) -> int:
+def needed_bytes(capacity_bytes: int, mode: Mode = Mode.PLUGIN) -> int:
     """What a new region of that capacity takes of the volume: data, metadata page and index file."""
-    return capacity_bytes + META_BYTES + index_bound_bytes(capacity_bytes)
+    return capacity_bytes + META_BYTES + index_bytes(capacity_bytes, mode)
+
+
+def index_bytes(capacity_bytes: int, mode: Mode) -> int:
+    """What its index file takes at most; a stock region has none."""
+    return 0 if mode is Mode.STOCK else index_bound_bytes(capacity_bytes)
 
 
 def plan_beside_others(
@@ -63,8 +68,10 @@ def _outstanding(directory: RegionDirectory, name: str) -> int:
             owner = metafile.read_owner(meta_fd)
         finally:
             os.close(meta_fd)
-        index = index_name(engine_id, owner.nonce)
-        missing = _missing(directory, index, index_bound_bytes(owner.capacity_bytes))
+        missing = 0
+        if owner.mode is Mode.PLUGIN:
+            index = index_name(engine_id, owner.nonce)
+            missing = _missing(directory, index, index_bound_bytes(owner.capacity_bytes))
         if owner.state is RegionState.RESERVING:
             missing += _missing(directory, data_name(engine_id, owner.nonce), owner.capacity_bytes)
     except (KVCellarError, FileNotFoundError):

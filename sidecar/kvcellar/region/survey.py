@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvcellar.contract import EngineId, Owner, RegionState
+from kvcellar.contract import EngineId, Mode, Owner, RegionState
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionHeld
-from kvcellar.region import file, locks, making, metafile
+from kvcellar.region import file, locks, making, metafile, stock
 from kvcellar.region.directory import (
     RegionDirectory,
     data_name,
@@ -24,8 +24,8 @@ from kvcellar.region.directory import (
     engine_of_part,
     index_name,
     meta_name,
+    quarantined,
 )
-from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.metafile import MetaContents
 from kvcellar.region.wholeness import loss_by_state
@@ -143,7 +143,7 @@ def _survey(directory: RegionDirectory) -> Survey:
     loose = [
         _loose(directory, name)
         for name in names
-        if name not in named and engine_of_part(name) not in unreadable
+        if name not in named and engine_of_part(name) not in unreadable and not _is_aside(name)
     ]
     return Survey(tuple(regions), tuple(loose))
 
@@ -169,7 +169,7 @@ def reclaim_unheld(directory: RegionDirectory, engine_id: EngineId) -> None:
                     f"region {engine_id} is owned by a living process: it was left alone"
                 )
             owner = metafile.read_owner(meta_fd)
-            if _held(directory, data_name(engine_id, owner.nonce)):
+            if _held(directory, stock.find_data(directory, engine_id, owner), owner.mode):
                 raise RegionHeld(f"region {engine_id} is held by an engine: it was left alone")
             making.remove(directory, engine_id, owner, making.identity(meta_fd))
         finally:
@@ -236,17 +236,21 @@ def _look_at_data(directory: RegionDirectory, found: FoundRegion) -> FoundRegion
     if found.contents is None:
         return found
     owner = found.contents.owner
-    name = data_name(found.engine_id, owner.nonce)
+    name = stock.find_data(directory, found.engine_id, owner)
+    # An open description of a stock file passes for an engine's: its owner, who asks, must see none.
+    is_stock = owner.mode is Mode.STOCK
+    flags = os.O_PATH if is_stock and found.is_owned else os.O_RDONLY
     try:
-        fd = directory.open_file(name, os.O_RDONLY)
+        fd = directory.open_file(name, flags)
     except FileNotFoundError:
-        return replace(found, damage=f"the data file {name} was removed by another process")
+        file_name = os.path.basename(name)
+        return replace(found, damage=f"the data file {file_name} was removed by another process")
     except KVCellarError as error:
         return replace(found, error=str(error))
     try:
         return replace(
             found,
-            held=tuple(locks.held_slots(fd, MAX_SLOTS)),
+            held=() if flags == os.O_PATH else stock.held_slots(fd, owner.mode),
             reserved_bytes=file.reserved_bytes(fd),
             damage=loss_by_state(fd, found.engine_id, owner),
         )
@@ -254,8 +258,8 @@ def _look_at_data(directory: RegionDirectory, found: FoundRegion) -> FoundRegion
         os.close(fd)
 
 
-def _held(directory: RegionDirectory, name: str) -> bool:
-    """Whether any slot of a data file is held; not, if there is no such file.
+def _held(directory: RegionDirectory, name: str, mode: Mode = Mode.PLUGIN) -> bool:
+    """Whether anybody holds a data file; not, if there is no such file.
 
     Raises:
         KVCellarError: it is there and cannot be opened, or has a second name: nobody can tell.
@@ -265,13 +269,18 @@ def _held(directory: RegionDirectory, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return bool(locks.held_slots(fd, MAX_SLOTS))
+        return bool(stock.held_slots(fd, mode))
     finally:
         os.close(fd)
 
 
 def _parts(engine_id: EngineId, owner: OwnerSection) -> tuple[str, str]:
     return data_name(engine_id, owner.nonce), index_name(engine_id, owner.nonce)
+
+
+def _is_aside(name: str) -> bool:
+    """Whether it is the janitor's, which removes it or puts it back."""
+    return quarantined(name) is not None and engine_of_part(name) is None
 
 
 def _loose(directory: RegionDirectory, name: str) -> LooseFile:

@@ -82,9 +82,10 @@ def filesystem_magic(fd: int) -> int:
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
 
 
-def rename_no_replace(dir_fd: int, old: str, new: str) -> None:
-    """Rename inside a directory; FileExistsError if `new` exists (renameat2 with RENAME_NOREPLACE)."""
-    if _renameat2(dir_fd, os.fsencode(old), dir_fd, os.fsencode(new), _RENAME_NOREPLACE) != 0:
+def rename_no_replace(dir_fd: int, old: str, new: str, new_dir_fd: int | None = None) -> None:
+    """Rename, to another directory if one is given; FileExistsError if `new` exists (RENAME_NOREPLACE)."""
+    to_fd = dir_fd if new_dir_fd is None else new_dir_fd
+    if _renameat2(dir_fd, os.fsencode(old), to_fd, os.fsencode(new), _RENAME_NOREPLACE) != 0:
         number = ctypes.get_errno()
         if number == errno.EEXIST:
             raise FileExistsError(number, os.strerror(number), new)
