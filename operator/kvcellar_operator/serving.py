@@ -74,8 +74,8 @@ class LiveCertificate:
     def take(self, serving: Serving, authorities: bytes) -> None:
         """Serve this pair from now on, and have these authorities trusted.
 
-        A pair that cannot be loaded is refused, and the present one stays; one that the API server will
-        not accept is loaded, since nobody else can tell, and named in `problem`.
+        A pair that cannot be loaded is refused, and the present one stays, with its authorities; one that
+        the API server will not accept is loaded, since nobody else can tell, and named in `problem`.
         """
         try:
             problem = problem_of(serving, self._names, datetime.now(UTC))
@@ -85,7 +85,8 @@ class LiveCertificate:
                 self.expires = expires_at(serving)
                 logger.info("serving a certificate that ends at %s", self.expires.isoformat())
         except UnusableCertificate as error:
-            problem = str(error)
+            self._say(str(error))
+            return
         self._say(problem)
         if authorities != self.authorities:
             self.authorities = authorities

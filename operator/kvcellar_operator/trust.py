@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 _LOOK_S = 60.0
 _RETRY_S = 2.0
+_PAUSE_S = 1.0
+"""Between two writes. While kubelets renew a mounted Secret, replicas hold different files and each writes
+its own; without a pause they would answer one another as fast as the API server can."""
 
 
 class TrustKeeper:
@@ -74,3 +77,4 @@ class TrustKeeper:
             self._wake.set()
         else:
             logger.info("the API server is told to trust our certificate (%s)", self._name)
+            await asyncio.sleep(_PAUSE_S)

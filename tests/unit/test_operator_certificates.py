@@ -1,7 +1,9 @@
 """Certificates of the webhook: made, renewed in an order that never fails a call, and refused by name."""
 
+import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
@@ -20,6 +22,10 @@ from kvcellar_operator.certificates import (
     next_bundle,
     problem_of,
 )
+from kvcellar_operator.cluster import Api
+from kvcellar_operator.objects import Key
+from kvcellar_operator.serving import LiveCertificate
+from kvcellar_operator.trust import TrustKeeper
 
 NAMES = ["kvcellar-webhook.kvcellar.svc", "127.0.0.1"]
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -164,3 +170,56 @@ def test_keys_are_not_shown() -> None:
     bundle = fresh()
     assert "PRIVATE" not in repr(bundle)
     assert "PRIVATE" not in repr(bundle.serving)
+
+
+# --- what is served, and trusted ------------------------------------------------------------------------
+
+
+def test_a_pair_that_cannot_be_used_leaves_the_present_one_trusted() -> None:
+    live = LiveCertificate(NAMES)
+    first, second = fresh(datetime.now(UTC)), fresh(datetime.now(UTC))
+    live.take(first.serving, first.authorities)
+    live.take(Serving(second.serving.certificate, first.serving.key), second.authorities)
+    assert "not the key" in live.problem
+    assert live.authorities == first.authorities
+
+
+class OneConfiguration:
+    """An API server with one webhook configuration, which every keeper sees at once."""
+
+    def __init__(self) -> None:
+        self.webhook: dict[str, Any] = {"name": "inject.kvcellar.dev", "clientConfig": {}}
+        self.keepers: list[tuple[TrustKeeper, LiveCertificate]] = []
+        self.n_patches = 0
+
+    def show(self) -> None:
+        """What a watch would bring."""
+        body = {"metadata": {"name": "zz"}, "webhooks": [self.webhook]}
+        for keeper, live in self.keepers:
+            keeper.cache.objects[Key("", "zz")] = body
+            live.changed.set()
+
+    async def patch(self, _path: str, changes: list[dict[str, Any]], _kind: str) -> None:
+        """Set the one field."""
+        await asyncio.sleep(0)
+        self.n_patches += 1
+        self.webhook = {**self.webhook, "clientConfig": {"caBundle": changes[1]["value"]}}
+        self.show()
+
+
+def test_replicas_that_hold_different_files_for_a_while_do_not_fight_over_the_trust() -> None:
+    # A kubelet renews a mounted Secret within a minute or two, each at a time of its own.
+    server = OneConfiguration()
+
+    async def both() -> None:
+        for _ in range(2):
+            bundle, live = fresh(datetime.now(UTC)), LiveCertificate(NAMES)
+            live.take(bundle.serving, bundle.authorities)
+            server.keepers.append((TrustKeeper("zz", live), live))
+        server.show()
+        runs = asyncio.gather(*(keeper.run(cast("Api", server)) for keeper, _ in server.keepers))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runs, 0.5)
+
+    asyncio.run(both())
+    assert server.n_patches == 2

@@ -431,7 +431,14 @@ def test_an_event_that_names_no_owner_does_not_end_the_look_at_refused_pods() ->
 
 
 def test_a_damaged_annotation_makes_no_pod_trip() -> None:
-    for text in ("", "{", "[]", "[" * 100_000, '{"engineIds": 7}', '{"engineIds": ["/etc"], "capacityBytes": -1}'):
+    for text in (
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"engineIds": 7}',
+        '{"engineIds": ["/etc"], "capacityBytes": -1}',
+    ):
         body = {
             "metadata": {
                 "namespace": "ns",
