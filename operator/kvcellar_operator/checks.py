@@ -16,6 +16,7 @@ from kvcellar_operator.pods import (
     child,
     items,
     labels,
+    mount_path,
     spec_of,
 )
 from kvcellar_operator.profiles import Profile
@@ -101,7 +102,7 @@ def check_mounts(engines: list[Container], profile: Profile) -> None:
         return
     for engine in engines:
         for mount in items(engine, "volumeMounts"):
-            path = str(mount.get("mountPath", "")).rstrip("/")
+            path = mount_path(mount)
             if path == LIBRARY_DIR or path.startswith(f"{LIBRARY_DIR}/"):
                 raise InjectionRefused(
                     Reason.MOUNT_PATH_TAKEN,

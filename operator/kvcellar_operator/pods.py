@@ -4,6 +4,7 @@ Pods stay plain JSON from end to end, because a typed copy would lose the fields
 After `check_shape` the readers below may rely on the types of what they read.
 """
 
+import posixpath
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,9 +90,15 @@ def is_native_sidecar(container: Container) -> bool:
 def mount_at(container: Container, path: str) -> dict[str, Any] | None:
     """The volume mount of a container at exactly this path."""
     for mount in items(container, "volumeMounts"):
-        if str(mount.get("mountPath", "")).rstrip("/") == path:
+        if mount_path(mount) == path:
             return mount
     return None
+
+
+def mount_path(mount: dict[str, Any]) -> str:
+    """Where a mount is, as a runtime reads it: `/dev//shm/` is `/dev/shm`."""
+    # The API server compares mere texts, and a container runtime takes relative ones from the root.
+    return posixpath.normpath("/" + str(mount.get("mountPath") or "").lstrip("/"))
 
 
 def env_entry(container: Container, name: str) -> dict[str, Any] | None:

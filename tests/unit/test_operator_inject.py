@@ -57,6 +57,17 @@ def sidecar_of(given: Pod) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("path", ["/dev/shm/", "/dev//shm", "//dev/./shm", "dev/shm"])
+def test_a_memory_volume_at_dev_shm_is_reused_however_its_path_is_written(path: str) -> None:
+    given = pod(volumes=[{"name": "mine", "emptyDir": {"medium": "Memory"}}])
+    given["spec"]["containers"][0]["volumeMounts"] = [{"name": "mine", "mountPath": path}]
+
+    injected = inject(given, "ns", FIXED, SETTINGS).pod
+
+    assert "mine" in [mount["name"] for mount in sidecar_of(injected)["volumeMounts"]]
+    assert "kvcellar-shm" not in [volume["name"] for volume in injected["spec"]["volumes"]]
+
+
 # --- the injector's settings
 
 
