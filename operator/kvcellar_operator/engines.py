@@ -26,7 +26,7 @@ from kvcellar.contract import (
 )
 from kvcellar.errors import InvalidEngineId
 from kvcellar_operator.pods import Container, Pod, annotations, child, env_entry, items, spec_of
-from kvcellar_operator.profiles import Profile
+from kvcellar_operator.profiles import MAX_ENGINE_CONTAINERS, MAX_ENGINES, Profile
 from kvcellar_operator.reasons import InjectionRefused, Reason
 
 UID_REFERENCE = f"$({ENV_POD_UID})"
@@ -38,6 +38,7 @@ _PROXIES = ("istio-proxy", "linkerd-proxy")
 """Main containers of service meshes, which some put first."""
 _MAX_OBJECT_NAME = 253
 _HASH_DIGITS = 8
+_MAX_ENGINE_IDS = MAX_ENGINES * MAX_ENGINE_CONTAINERS
 
 
 def engine_containers(
@@ -137,19 +138,20 @@ def expand_ids(ids: list[str], engines: int) -> list[str]:
 def engine_ids_of(pod: Pod) -> list[str]:
     """The engine ids of an injected pod that has a UID; none if it was not injected.
 
-    The annotation is anybody's to write, so what is no engine id is left out.
+    The annotation is anybody's to write, so what is no engine id is left out, and so is what is more than the
+    webhook ever writes.
     """
     stamp = read_injected(pod)
     uid = child(pod, "metadata").get("uid")
     if not isinstance(uid, str) or not isinstance(stamp.get("engineIds"), list):
         return []
-    ids = []
+    ids: list[str] = []
     for text in stamp["engineIds"]:
         try:
             ids.append(parse_engine_id(str(text).replace(UID_REFERENCE, uid)))
         except InvalidEngineId:
             continue
-    return list(dict.fromkeys(ids))
+    return [*dict.fromkeys(ids)][:_MAX_ENGINE_IDS]
 
 
 def read_injected(pod: Pod) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def _prepend_python_path(engine: Container, own: dict[str, Any]) -> None:
         return
     # A reference cannot be extended, but a later entry of the same name can refer to it.
     env = items(engine, "env")
-    position = env.index(own) + 1
+    # By identity: an equal entry may stand before it, and the last one of a name counts.
+    position = next(i for i, entry in enumerate(env) if entry is own) + 1
     later = {"name": _PYTHONPATH, "value": f"{LIBRARY_CURRENT}:$({_PYTHONPATH})"}
     engine["env"] = [*env[:position], later, *env[position:]]
 

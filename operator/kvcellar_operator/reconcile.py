@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcellar.contract import ANNOTATION_DESIRED, RegionState
 from kvcellar_operator import regions
-from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound, Unreachable
+from kvcellar_operator.cluster import Api, ApiFailure, Conflict, Forbidden, NotFound, Unreachable
 from kvcellar_operator.config import ControllerSettings
 from kvcellar_operator.crd_region import Condition
 from kvcellar_operator.events import EventType, Occurrence, Subject
@@ -195,9 +195,12 @@ class Reconciler:
             return
         subject = regions.subject_of(body)
         for each in seen.transitions:
-            await self._poster.post(
-                Occurrence(subject, each.type, each.told, each.message, each.mark)
-            )
+            occurrence = Occurrence(subject, each.type, each.told, each.message, each.mark)
+            try:
+                await self._poster.post(occurrence)
+            except Forbidden as error:
+                # A quota or a policy refuses it for good: the status has to stay true all the same.
+                logger.warning("an Event of region %s is refused: %s", key, error)
         await self._write_status(key, body, merge_patch(previous, seen.status))
 
     def _can_wait(self, key: Key, heard: Heard | Silence) -> bool:

@@ -452,6 +452,20 @@ def test_a_damaged_annotation_makes_no_pod_trip() -> None:
         assert view_pod(body).capacity_bytes == 0
 
 
+def test_a_forged_annotation_makes_no_more_regions_than_the_webhook_would() -> None:
+    stamp = json.dumps({"engineIds": [f"e{number}" for number in range(5000)]})
+    body = {
+        "metadata": {
+            "namespace": "ns",
+            "name": "n",
+            "uid": "u",
+            "resourceVersion": "1",
+            "annotations": {"kvcellar.dev/injected": stamp},
+        }
+    }
+    assert len(view_pod(body).engine_ids) == 64 * 16
+
+
 # --- documents ------------------------------------------------------------------------------------------
 
 
