@@ -381,6 +381,21 @@ def test_a_rank_with_an_impossible_chunk_is_heard_of_by_all(
         {"session": "G" * 32},
         {"fingerprint": "xyz"},
         {"fingerprint": "a" * 65},
+        {"session": None},
+        {"fingerprint": b"ab"},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+        {"timeout_s": "5"},
+        {"layout": "sharded"},
+        {"owner": "engine"},
+        {"pin": "auto"},
+        {"directory": "/dev/shm/kvcellar"},
+        {"capacity_bytes": 4e6},
+        {"chunk_bytes": lambda _rank: 4096.0},
+        {"chunk_bytes": lambda _rank: True},
+        {"chunk_bytes": lambda _rank: -1},
+        {"chunk_bytes": lambda _rank: 2**63},
     ],
     ids=str,
 )
@@ -389,6 +404,59 @@ def test_arguments_that_cannot_be_written_are_refused_in_all_ranks(
 ) -> None:
     outcomes = starts(**wrong).outcomes()
     assert all(isinstance(outcome, ConfigurationError) for outcome in outcomes)
+    assert not region.held()
+
+
+def test_an_argument_that_is_wrong_in_one_rank_is_heard_of_by_the_others(
+    region: OwnedRegion, starts: Starts
+) -> None:
+    def chunk_bytes(rank: int) -> float:
+        return CHUNK_BYTES if rank else float(CHUNK_BYTES)
+
+    first, second = starts(chunk_bytes=chunk_bytes).outcomes()
+    assert isinstance(first, ConfigurationError)
+    assert isinstance(second, NotReady)
+    assert str(second).startswith("rank 0 could not attach: chunk_bytes=300000.0 cannot be used")
+    assert not region.held()
+
+
+@pytest.mark.parametrize(
+    "heard", [[], None, ["?"], [None, None]], ids=["nobody", "nothing", "a word", "two of one"]
+)
+def test_an_exchange_that_brings_not_every_rank_is_refused_and_nothing_stays(
+    region: OwnedRegion, volume: Path, heard: list[object]
+) -> None:
+    def exchange(mine: object) -> list[object]:
+        return heard and [mine if word is None else word for word in heard]
+
+    before = os.listdir("/proc/self/fd")
+    options = AttachOptions(directory=volume / "kvcellar", exchange=exchange)
+    with pytest.raises(RanksDisagree, match="all-gather over all ranks"):
+        attach(ID, CHUNK_BYTES, options=options)
+    assert os.listdir("/proc/self/fd") == before
+    assert not region.held()
+
+
+def test_a_rank_of_several_does_not_attach_by_an_exchange_for_one(
+    region: OwnedRegion, volume: Path
+) -> None:
+    options = AttachOptions(directory=volume / "kvcellar")
+    with pytest.raises(RanksDisagree, match=r"rank 0 of 2 heard of ranks \[0\]"):
+        attach(ID, CHUNK_BYTES, world_size=2, options=options)
+    assert not region.held()
+
+
+def test_an_interrupt_while_attaching_leaves_nothing_open(
+    region: OwnedRegion, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(Geometry, "compute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attach(ID, CHUNK_BYTES, options=AttachOptions(directory=volume / "kvcellar"))
+    assert os.listdir("/proc/self/fd") == before
     assert not region.held()
 
 

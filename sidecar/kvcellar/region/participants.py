@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvcellar.contract import EngineId
-from kvcellar.errors import DoesNotFit, KVCellarError, NotReady, RanksDisagree
+from kvcellar.errors import DoesNotFit, NotReady, RanksDisagree
 from kvcellar.region import making, metafile
 from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
 from kvcellar.region.geometry import Geometry
@@ -175,7 +175,7 @@ def open_session(
             free_bytes=0,
             binding_limit="tmpfs",
         ) from error
-    except KVCellarError:
+    except BaseException:
         place.close()
         raise
     return Participant(directory, request, place, session)
@@ -194,14 +194,15 @@ def join_session(
     session = contents.session
     try:
         own = geometry_of(contents.owner.capacity_bytes)
-        if session is None or session.geometry != own:
-            raise RanksDisagree(
-                f"rank {request.rank} computes {own} for region {request.engine_id}, rank 0 wrote "
-                f"{session.geometry if session else None}: all ranks need the same vLLM, model and settings"
-            )
-    except KVCellarError:
+    except BaseException:
         place.close()
         raise
+    if session is None or session.geometry != own:
+        place.close()
+        raise RanksDisagree(
+            f"rank {request.rank} computes {own} for region {request.engine_id}, rank 0 wrote "
+            f"{session.geometry if session else None}: all ranks need the same vLLM, model and settings"
+        )
     return Participant(directory, request, place, session)
 
 

@@ -49,6 +49,7 @@ from kvcellar.region.participants import (
 )
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import reclaim_dead_engines, reclaim_loose
+from kvcellar.worker.arguments import check_chunk_bytes, check_kind, check_whole
 from kvcellar.worker.attached import PinTerms, Region, SchedulerHandle, end_ownership
 from kvcellar.worker.ranks import Exchange, exchange_alone
 
@@ -124,12 +125,16 @@ def attach(
         return Geometry.compute(capacity_bytes, chunk_bytes, world_size, options.layout)
 
     attempt = _Attempt(rank, options)
-    attempt.run(lambda: attempt.prepare(engine_id, world_size))
-    attempt.run(lambda: attempt.open_session(geometry_of) if rank == 0 else None)
-    verdict = attempt.agree()[0]
-    attempt.run(lambda: attempt.enter(geometry_of, verdict))
-    outcomes = attempt.agree()
-    return attempt.finish(outcomes)
+    try:
+        attempt.run(lambda: attempt.prepare(engine_id, chunk_bytes, world_size))
+        attempt.run(lambda: attempt.open_session(geometry_of) if rank == 0 else None)
+        verdict = attempt.agree(world_size)[0]
+        attempt.run(lambda: attempt.enter(geometry_of, verdict))
+        outcomes = attempt.agree(world_size)
+        return attempt.finish(outcomes)
+    except BaseException:
+        attempt.undo()
+        raise
 
 
 class _Attempt:
@@ -157,8 +162,19 @@ class _Attempt:
         except OSError as error:
             self._error = NotReady(f"rank {self._rank} cannot attach: {error}")
 
-    def prepare(self, engine_id: str, world_size: int) -> None:
+    def prepare(self, engine_id: str, chunk_bytes: int, world_size: int) -> None:
         """Check the arguments. A step like others, so that a rank with bad ones is heard of by all."""
+        options = self._options
+        check_chunk_bytes(chunk_bytes)
+        check_whole("rank", self._rank)
+        check_whole("world_size", world_size)
+        check_kind("engine_id", engine_id, str)
+        check_kind("directory", options.directory, Path)
+        check_kind("layout", options.layout, Layout)
+        check_kind("owner", options.owner, Owner)
+        check_kind("pin", options.pin, Pin)
+        if options.capacity_bytes is not None:
+            check_whole("capacity_bytes", options.capacity_bytes)
         self._prepared = JoinRequest(
             parse_engine_id(engine_id),
             self._options.session,
@@ -175,16 +191,24 @@ class _Attempt:
             raise NotReady(f"rank {self._rank} has not prepared to attach")
         return self._prepared
 
-    def agree(self) -> list[_Outcome]:
-        """One collective call: tell the others how it went so far, and hear it from them."""
+    def agree(self, world_size: int) -> list[_Outcome]:
+        """One collective call: tell the others how it went so far, and hear it from them.
+
+        Raises:
+            RanksDisagree: the exchange did not bring the outcome of each rank; there is nobody to tell.
+        """
         self.run(self._look)
         mine = _Outcome(self._rank, str(self._error) if self._error else "", self._seen)
-        try:
-            heard = self._options.exchange(mine)
-        except BaseException:
-            self._undo()
-            raise
-        return [outcome for outcome in heard if isinstance(outcome, _Outcome)]
+        heard = self._options.exchange(mine)
+        outcomes = [outcome for outcome in heard or [] if isinstance(outcome, _Outcome)]
+        ranks = [outcome.rank for outcome in outcomes]
+        is_in_order = any(o.error for o in outcomes) or ranks == list(range(len(ranks)))
+        if len(ranks) != world_size or not is_in_order:
+            raise self._error or RanksDisagree(
+                f"rank {self._rank} of {world_size} heard of ranks {ranks}: the exchange has to bring what each rank "
+                "gave, in rank order; give attach an all-gather over all ranks of the engine"
+            )
+        return outcomes
 
     def open_session(self, geometry_of: GeometryOf) -> None:
         """Rank 0: make the region if the engine owns it, then begin the session."""
@@ -219,7 +243,6 @@ class _Attempt:
                 + ": all ranks of an engine have to run in one pod with one volume"
             )
         if self._error is not None or self._participant is None:
-            self._undo()
             raise self._error or NotReady(f"rank {self._rank} did not attach")
         terms = PinTerms(self._options.pin, self._options.exchange)
         return Region(self._participant, self._mapping, self._rank, self._owned, terms)
@@ -276,7 +299,7 @@ class _Attempt:
                     raise
                 time.sleep(_POLL_S)
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
         """Leave; an owned region goes with its names, for which the directory has still to be open."""
         if self._mapping is not None:
             self._mapping.close()
