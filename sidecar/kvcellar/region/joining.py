@@ -95,19 +95,6 @@ def _is_text(pattern: str, value: object) -> bool:
 
 def _is_wait(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value < math.inf
-        if not _is_wait(self.timeout_s):
-            raise ConfigurationError(
-                f"timeout_s={self.timeout_s!r} cannot be used for region {self.engine_id}: give seconds, 0 or more and "
-                "not without end (KVCELLAR_ATTACH_TIMEOUT)"
-            )
-
-
-def _is_text(pattern: str, value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
-def _is_wait(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value < math.inf
 
 
 class Place:
