@@ -74,7 +74,7 @@ def answer(review: object, find_profile: FindProfile, settings: InjectSettings) 
     if not isinstance(pod, dict):
         return _unchanged(uid, Reason.INVALID_POD, "the review holds no pod")
     try:
-        injection = _inject(pod, namespace, find_profile, settings)
+        injection = decide(pod, namespace, find_profile, settings)
         patch = json_patch(pod, injection.pod)
     except Exception:
         # The border: the pod of somebody else must come up whatever mistake we made.
@@ -104,9 +104,10 @@ def _is_pod(request: Mapping[str, Any]) -> bool:
     )
 
 
-def _inject(
+def decide(
     pod: JsonObject, namespace: str, find_profile: FindProfile, settings: InjectSettings
 ) -> Injection:
+    """Decide on a pod with the profile that it names, or `default`; also for manifests without a cluster."""
     try:
         profile = find_profile(namespace, wanted_profile(pod) or DEFAULT_PROFILE)
     except InvalidProfile as error:

@@ -9,6 +9,26 @@ from kvcellar_operator.inject import Injection
 from kvcellar_operator.pods import Pod, annotations
 from kvcellar_operator.quantities import shown_bytes
 from kvcellar_operator.reasons import REASONS, Notice, Reason
+from kvcellar_operator.sizing import index_bound_bytes
+
+_PROFILE_REASONS = frozenset(
+    {
+        Reason.PROFILE_MISSING,
+        Reason.PROFILE_DISABLED,
+        Reason.PROFILE_INVALID,
+        Reason.PROFILE_UNAVAILABLE,
+    }
+)
+_QUESTIONS: tuple[tuple[str, frozenset[Reason]], ...] = (
+    ("has the shape of a pod", frozenset({Reason.INVALID_POD})),
+    ('label kvcellar.dev/inject is "true"', frozenset({Reason.NOT_OPTED_IN})),
+    ("mirrors no static pod", frozenset({Reason.MIRROR_POD})),
+    ("carries no sidecar yet", frozenset({Reason.ALREADY_INJECTED})),
+    ("has a profile that is enabled", _PROFILE_REASONS),
+    ("nothing of the pod is in the way", frozenset()),
+    ("small enough for the API server", frozenset({Reason.POD_TOO_LARGE})),
+)
+"""What is asked of a pod, in this order, and the reasons of a no. The one without any has all others."""
 
 
 def explain(injection: Injection) -> str:
@@ -18,6 +38,39 @@ def explain(injection: Injection) -> str:
     if injection.reason not in (Reason.INJECTED, Reason.ALREADY_INJECTED):
         lines += [f"  meaning: {meaning.meaning}", f"  remedy: {meaning.remedy}"]
     return "\n".join([*lines, *_stamped_lines(injection.pod)]) + "\n"
+
+
+def decision_table(reason: Reason) -> str:
+    """What was asked of a pod until it was decided, one question a line; `-` was not asked any more."""
+    named = frozenset().union(*(reasons for _, reasons in _QUESTIONS))
+    answer, lines = "yes", []
+    for question, reasons in _QUESTIONS:
+        decides = reason in reasons if reasons else reason not in named | {Reason.INJECTED}
+        lines.append(f"  {'no' if decides else answer:<4} {question}")
+        answer = "-" if decides else answer
+    return "\n".join(lines) + "\n"
+
+
+def sizing_sums(pod: Pod) -> str:
+    """The sums behind the numbers of an injected pod's annotation; empty if it has none."""
+    stamp = read_injected(pod)
+    ids, capacity = stamp.get("engineIds"), stamp.get("capacityBytes")
+    sums = {key: stamp.get(key) for key in ("volumeBytes", "sizeLimitBytes", "sidecarMemoryBytes")}
+    if not isinstance(ids, list) or not isinstance(capacity, int):
+        return ""
+    if not all(isinstance(number, int) for number in sums.values()):
+        return ""
+    regions, index = capacity * len(ids), index_bound_bytes(capacity) * len(ids)
+    volume = int(sums["volumeBytes"] or 0)
+    room = f"{shown_bytes(volume - regions - index)}" if volume else "as the node has"
+    return (
+        f"  regions         {len(ids)} x {shown_bytes(capacity)} = {shown_bytes(regions)}\n"
+        f"  + index bound   {shown_bytes(index)}\n"
+        f"  + head-room     {room}\n"
+        f"  = volume        {_bytes(volume)}, bound by {stamp.get('bindingLimit')}; its sizeLimit: "
+        f"{_bytes(sums['sizeLimitBytes'])}, the pod's memory limit: {_bytes(stamp.get('podMemoryLimitBytes'))}\n"
+        f"  sidecar memory  (regions + index bound) x 1.003 + overhead = {_bytes(sums['sidecarMemoryBytes'])}\n"
+    )
 
 
 def explain_pod(pod: Pod) -> str:
