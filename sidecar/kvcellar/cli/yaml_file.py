@@ -28,7 +28,7 @@ class _Dumper(yaml.SafeDumper):
     """Writes no anchors, and quotes what any reader of YAML might take for a number or a boolean."""
 
     @override
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401 - as in the class above
+    def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
