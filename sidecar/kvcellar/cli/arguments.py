@@ -24,6 +24,8 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("sidecar", help="own the regions of this pod", add_help=False)
     _add_wait(commands.add_parser("wait", help="wait until an engine may start"))
     _add_status(commands.add_parser("status", help="show the regions"))
+    _add_plan(commands.add_parser("plan", help="say whether regions would fit, and make none"))
+    _add_doctor(commands.add_parser("doctor", help="check this machine or container"))
     _add_inject(commands.add_parser("inject", help="show a manifest as the webhook would admit it"))
     _add_clean(commands.add_parser("clean", help="remove what nobody owns or holds"))
     _add_install(
@@ -62,6 +64,42 @@ def _status(options: argparse.Namespace) -> int:
     from kvcellar.cli import status
 
     return status.run(as_json=options.json)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_plan)
+    command.add_argument("--json", action="store_true", help="print what /v1/plan gives")
+    for option, variable, metavar in _PLAN_OPTIONS:
+        text = f"instead of {variable}"
+        command.add_argument(option, dest=variable, metavar=metavar, help=text)
+
+
+_PLAN_OPTIONS = (
+    ("--dir", "KVCELLAR_DIR", "DIR"),
+    ("--capacity", "KVCELLAR_CAPACITY", "SIZE"),
+    ("--engine-id", "KVCELLAR_ENGINE_ID", "ID"),
+    ("--engines", "KVCELLAR_ENGINES", "N"),
+    ("--mode", "KVCELLAR_MODE", "MODE"),
+)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from kvcellar.cli import plan
+
+    given = {variable: getattr(options, variable) for _, variable, _ in _PLAN_OPTIONS}
+    settings = {variable: text for variable, text in given.items() if text is not None}
+    return plan.run(settings, as_json=options.json)
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_doctor)
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from kvcellar.cli.doctor import run
+
+    return run(as_json=options.json)
 
 
 def _add_inject(command: argparse.ArgumentParser) -> None:

@@ -217,8 +217,11 @@ class Settings(BaseSettings):
     """Least level of the log lines on stderr."""
 
     @classmethod
-    def load(cls) -> "Settings":
+    def load(cls, **instead: str) -> "Settings":
         """Read this process's environment. For entry points only.
+
+        Args:
+            instead: texts that count instead of the environment's, by the variable's name.
 
         Raises:
             ConfigurationError: an unknown name or a bad value; the message names it.
@@ -229,7 +232,7 @@ class Settings(BaseSettings):
                 f"{unknown[0]} is not a setting of kvcellar: correct or remove it; "
                 f"known are {', '.join(sorted(contract.ENV_NAMES))}"
             )
-        settings = cls()
+        settings = cls(**instead)  # type: ignore[arg-type] # pydantic takes the texts of the aliases
         if settings.engine_id is not None:
             contract.expand_engine_ids(settings.engine_id, settings.engines)
         return settings

@@ -67,6 +67,11 @@ def cgroup_limits(root: Path = Path("/")) -> list[Limit]:
     return limits
 
 
+def memory_version(root: Path = Path("/")) -> int:
+    """Version of the hierarchy that has this process's memory controller: 1 or 2."""
+    return 1 if _own_cgroup(root)[0] is _V1 else 2
+
+
 def is_hugetlbfs(fd: int, root: Path) -> bool:
     """Whether `fd` lies on a hugetlbfs."""
     device = os.fstat(fd).st_dev

@@ -55,10 +55,11 @@ def promised_bytes(directory: RegionDirectory) -> int:
 
     A region that cannot be read promises nothing: its owner will not go on reserving it.
     """
-    return sum(_outstanding(directory, name) for name in directory.names())
+    return sum(outstanding_bytes(directory, name) for name in directory.names())
 
 
-def _outstanding(directory: RegionDirectory, name: str) -> int:
+def outstanding_bytes(directory: RegionDirectory, name: str) -> int:
+    """What the region of a metadata page has yet to take; 0 for any other name. Under the lock."""
     engine_id = engine_of_meta(name)
     if engine_id is None:
         return 0
