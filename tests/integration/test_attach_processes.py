@@ -469,6 +469,33 @@ def test_a_rank_outside_its_world_is_refused(
         attach(ID, CHUNK_BYTES, rank=rank, world_size=world, options=options)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"world_size": 2.0},
+        {"world_size": None},
+        {"world_size": 0},
+        {"engine_id": None},
+        {"directory": "/dev/shm/kvcellar"},
+        {"owner": "engine"},
+        {"session": None},
+    ],
+    ids=str,
+)
+def test_a_scheduler_with_arguments_of_another_type_is_refused_and_leaves_no_descriptor(
+    region: OwnedRegion, starts: Starts, wrong: dict[str, object]
+) -> None:
+    ranks = starts().attached()
+    arguments: dict[str, object] = {"engine_id": ID, "world_size": 2}
+    arguments |= {key: value for key, value in wrong.items() if key in arguments}
+    fields = {key: value for key, value in wrong.items() if key not in arguments}
+    options = replace(ranks.options, **fields)  # type: ignore[arg-type]  # what is wrong with it
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ConfigurationError):
+        attach_scheduler(**arguments, options=options)  # type: ignore[arg-type]  # the same
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_scheduler_without_all_ranks_stays_off(region: OwnedRegion, starts: Starts) -> None:
     ranks = starts().attached()
     ranks.rank[1].kill()

@@ -164,17 +164,9 @@ class _Attempt:
 
     def prepare(self, engine_id: str, chunk_bytes: int, world_size: int) -> None:
         """Check the arguments. A step like others, so that a rank with bad ones is heard of by all."""
-        options = self._options
         check_chunk_bytes(chunk_bytes)
         check_whole("rank", self._rank)
-        check_whole("world_size", world_size)
-        check_kind("engine_id", engine_id, str)
-        check_kind("directory", options.directory, Path)
-        check_kind("layout", options.layout, Layout)
-        check_kind("owner", options.owner, Owner)
-        check_kind("pin", options.pin, Pin)
-        if options.capacity_bytes is not None:
-            check_whole("capacity_bytes", options.capacity_bytes)
+        _check(engine_id, world_size, self._options)
         self._prepared = JoinRequest(
             parse_engine_id(engine_id),
             self._options.session,
@@ -311,6 +303,17 @@ class _Attempt:
             self._directory.close()
 
 
+def _check(engine_id: str, world_size: int, options: AttachOptions) -> None:
+    check_kind("engine_id", engine_id, str)
+    check_whole("world_size", world_size)
+    check_kind("directory", options.directory, Path)
+    check_kind("layout", options.layout, Layout)
+    check_kind("owner", options.owner, Owner)
+    check_kind("pin", options.pin, Pin)
+    if options.capacity_bytes is not None:
+        check_whole("capacity_bytes", options.capacity_bytes)
+
+
 def _never() -> bool:
     return False
 
@@ -324,6 +327,7 @@ def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions)
         NotReady: not every rank of this session holds a slot, so offload has to stay off.
         KVCellarError: other causes, see `region.participants`.
     """
+    _check(engine_id, world_size, options)
     identifier = parse_engine_id(engine_id)
     request = JoinRequest(identifier, options.session, Role.SCHEDULER, 0, world_size, timeout_s=0.0)
     try:
@@ -337,7 +341,7 @@ def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions)
         participant = join_scheduler(directory, request)
         if options.owner is Owner.ENGINE and not participant.remove_names():
             logger.warning("the names of region %s were removed by another process", identifier)
-    except (KVCellarError, OSError) as error:
+    except BaseException as error:
         (participant or directory).close()
         if isinstance(error, OSError):
             raise NotReady(
