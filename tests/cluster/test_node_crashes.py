@@ -84,7 +84,7 @@ def test_an_engine_that_is_killed_at_random_moments_comes_back_each_time_in_the_
         "the object counts every restart",
         START_S,
     )
-    print(f"{kills} kills: back after {max(took_s):.1f} s at most, growth {peak - before} bytes")
+    print(f"{kills} kills: {max(took_s):.1f} s at most, grew {peak - before} bytes")  # noqa: T201 - a figure
 
 
 def without_kvcellar(claim: str) -> JsonObject:
