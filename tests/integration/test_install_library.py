@@ -411,6 +411,18 @@ def test_a_directory_that_cannot_be_used_ends_it_with_2(
         install(path)
 
 
+def test_an_empty_directory_is_not_taken_for_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [KVCELLAR, "install-library", ""], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "argument DIR: it is empty; give the directory" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_full_volume_ends_it_with_3_and_keeps_what_is_in_use(make_volume: MakeVolume) -> None:
     volume = make_volume(256 * 1024)
     install(volume, version(0), OLD_FILES)

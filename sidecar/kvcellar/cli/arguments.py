@@ -141,7 +141,7 @@ def _add_install(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_install)
     command.add_argument(
         "directory",
-        type=Path,
+        type=_directory,
         metavar="DIR",
         help="engines get PYTHONPATH=DIR/current; its parent has to exist",
     )
@@ -151,6 +151,14 @@ def _install(options: argparse.Namespace) -> int:
     from kvcellar.cli import install_library
 
     return install_library.run(options.directory)
+
+
+def _directory(text: str) -> Path:
+    if not text:  # a variable that is not set; the path would be that of the working directory
+        raise argparse.ArgumentTypeError(
+            "it is empty; give the directory that is to hold the library"
+        )
+    return Path(text)
 
 
 def _seconds(text: str) -> float:
