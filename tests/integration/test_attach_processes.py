@@ -1,5 +1,6 @@
 """Attaching with real processes: sessions, slots, kills and children that linger."""
 
+import errno
 import os
 import random
 import re
@@ -28,6 +29,7 @@ from kvcellar.region.directory import RegionDirectory, data_name, index_name, me
 from kvcellar.region.frame import META_BYTES
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, Geometry, Layout
 from kvcellar.region.joining import JoinRequest
+from kvcellar.region.mapping import Mapping
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.participants import join_scheduler, join_session, open_session
 from kvcellar.region.states import RegionRequest
@@ -444,6 +446,23 @@ def test_a_rank_of_several_does_not_attach_by_an_exchange_for_one(
     with pytest.raises(RanksDisagree, match=r"rank 0 of 2 heard of ranks \[0\]"):
         attach(ID, CHUNK_BYTES, world_size=2, options=options)
     assert not region.held()
+
+
+def test_a_rank_that_may_map_no_more_memory_says_which_limits_to_look_at(
+    region: OwnedRegion, volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mapping, "map_range", _out_of_memory)
+    with pytest.raises(NotReady) as caught:
+        attach(ID, CHUNK_BYTES, options=AttachOptions(directory=volume / "kvcellar"))
+    assert str(caught.value) == (
+        f"rank 0 cannot attach: the kernel answered 'Cannot allocate memory' for the files in {volume}/kvcellar; check "
+        "the limits of the engine's processes (ulimit -a) and the volume, and start the engine again"
+    )
+    assert not region.held()
+
+
+def _out_of_memory(*_arguments: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def test_an_interrupt_while_attaching_leaves_nothing_open(

@@ -160,7 +160,9 @@ class _Attempt:
         except KVCellarError as error:
             self._error = error
         except OSError as error:
-            self._error = NotReady(f"rank {self._rank} cannot attach: {error}")
+            self._error = NotReady(
+                f"rank {self._rank} cannot attach: {_kernels_answer(error, self._options)}"
+            )
 
     def prepare(self, engine_id: str, chunk_bytes: int, world_size: int) -> None:
         """Check the arguments. A step like others, so that a rank with bad ones is heard of by all."""
@@ -314,6 +316,13 @@ def _check(engine_id: str, world_size: int, options: AttachOptions) -> None:
         check_whole("capacity_bytes", options.capacity_bytes)
 
 
+def _kernels_answer(error: OSError, options: AttachOptions) -> str:
+    return (
+        f"the kernel answered {(error.strerror or str(error))!r} for the files in {options.directory}; check the limits "
+        "of the engine's processes (ulimit -a) and the volume, and start the engine again"
+    )
+
+
 def _never() -> bool:
     return False
 
@@ -345,7 +354,7 @@ def attach_scheduler(engine_id: str, *, world_size: int, options: AttachOptions)
         (participant or directory).close()
         if isinstance(error, OSError):
             raise NotReady(
-                f"the scheduler cannot attach to region {identifier}: {error}"
+                f"the scheduler cannot attach to region {identifier}: {_kernels_answer(error, options)}"
             ) from error
         raise
     return SchedulerHandle(participant)
