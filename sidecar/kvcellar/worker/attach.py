@@ -318,8 +318,8 @@ def _check(engine_id: str, world_size: int, options: AttachOptions) -> None:
 
 def _kernels_answer(error: OSError, options: AttachOptions) -> str:
     return (
-        f"the kernel answered {(error.strerror or str(error))!r} for the files in {options.directory}; check the limits "
-        "of the engine's processes (ulimit -a) and the volume, and start the engine again"
+        f"the kernel answered {(error.strerror or str(error))!r} for the files in {options.directory}; check the "
+        "limits of the engine's processes (ulimit -a) and the volume, and start the engine again"
     )
 
 
