@@ -25,11 +25,12 @@ from kvcellar.errors import (
     RegionMismatch,
 )
 from kvcellar.region import locks
-from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.frame import META_BYTES
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, Geometry, Layout
 from kvcellar.region.joining import JoinRequest
 from kvcellar.region.mapping import Mapping
+from kvcellar.region.names import data_name, index_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.participants import join_scheduler, join_session, open_session
 from kvcellar.region.states import RegionRequest

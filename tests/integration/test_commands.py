@@ -12,7 +12,8 @@ import pytest
 from kvcellar.contract import EngineId, HugePages, RegionState
 from kvcellar.daemon.orphans import lying
 from kvcellar.region import frame, metadata
-from kvcellar.region.directory import RegionDirectory, data_name, meta_name
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.names import data_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey

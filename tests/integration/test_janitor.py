@@ -15,8 +15,9 @@ import pytest
 
 from kvcellar.contract import EngineId, Mode
 from kvcellar.region import leases
-from kvcellar.region.directory import RegionDirectory, quarantine_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.janitor import Janitor, StockFile
+from kvcellar.region.names import quarantine_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey

@@ -9,7 +9,8 @@ import pytest
 from kvcellar.contract import EngineId, RegionState
 from kvcellar.errors import MetadataDamaged
 from kvcellar.region import frame
-from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.names import meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from tests.support.ranks import Ranks

@@ -19,7 +19,8 @@ from kvcellar.errors import (
     RegionMismatch,
 )
 from kvcellar.region import locks
-from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.names import data_name, index_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import (

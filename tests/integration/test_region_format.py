@@ -13,9 +13,10 @@ import pytest
 
 from kvcellar.contract import Direction, EngineId
 from kvcellar.region import metafile
-from kvcellar.region.directory import RegionDirectory, data_name, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Layout
 from kvcellar.region.metadata import Counters
+from kvcellar.region.names import data_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.worker.attach import AttachOptions, attach, attach_scheduler

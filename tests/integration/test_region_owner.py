@@ -22,11 +22,12 @@ from kvcellar.errors import (
     RegionMismatch,
 )
 from kvcellar.region import file, frame, locks
-from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import HUGE_PAGE_BYTES
 from kvcellar.region.index_file import index_bound_bytes
 from kvcellar.region.mapping import Mapping
 from kvcellar.region.memory import Limit, read_limits
+from kvcellar.region.names import data_name, index_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey

@@ -15,7 +15,8 @@ import pytest
 from kvcellar.contract import EngineId, Mode, RegionState
 from kvcellar.errors import ConfigurationError, RegionMismatch
 from kvcellar.region import leases
-from kvcellar.region.directory import RegionDirectory, data_name, meta_name
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.names import data_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey

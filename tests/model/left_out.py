@@ -8,10 +8,11 @@ import pytest
 
 from kvcellar.contract import EngineId
 from kvcellar.region import joining, locks, making, metafile, participants, survey, syscalls
-from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.joining import JoinRequest, Place
 from kvcellar.region.metadata import OwnerSection, SlotRow
 from kvcellar.region.metafile import MetaContents
+from kvcellar.region.names import data_name, index_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 
 LeaveOut = Callable[[pytest.MonkeyPatch], None]

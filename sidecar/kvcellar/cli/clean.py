@@ -7,8 +7,9 @@ from pathlib import Path
 from kvcellar.contract import printable
 from kvcellar.daemon.config import Settings
 from kvcellar.errors import ConfigurationError, NotReady, RegionHeld, RegionMismatch
-from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.janitor import Janitor
+from kvcellar.region.names import meta_name
 from kvcellar.region.permissions import not_permitted
 from kvcellar.region.quarantine import WAIT_S
 from kvcellar.region.survey import (

@@ -10,9 +10,10 @@ from kvcellar.contract import EngineId, Mode, RegionState
 from kvcellar.daemon.config import Settings
 from kvcellar.errors import ConfigurationError
 from kvcellar.region import memory, syscalls
-from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import Plan
+from kvcellar.region.names import meta_name
 from kvcellar.region.permissions import not_permitted
 from kvcellar.region.promises import needed_bytes, outstanding_bytes, promised_bytes
 from kvcellar.region.survey import survey
@@ -113,7 +114,7 @@ def _open_parent(path: Path) -> int:
 
 def _check_filesystem(path: Path, fd: int) -> None:
     magic = syscalls.filesystem_magic(fd)
-    if magic not in (syscalls.TMPFS_MAGIC, syscalls.HUGETLBFS_MAGIC):
+    if magic not in syscalls.MEMORY_FILESYSTEMS:
         raise ConfigurationError(
             f"{path} is not on tmpfs (file system type {magic:#x}): a sidecar would not start there; mount an "
             "emptyDir with medium: Memory, or set KVCELLAR_ROOT to a tmpfs"

@@ -35,10 +35,12 @@ from kvcellar.daemon.rules import KeeperRules
 from kvcellar.daemon.status import RegionView, found_view, owned_view, released_view
 from kvcellar.errors import DoesNotFit, KVCellarError, RegionHeld, RegionMismatch
 from kvcellar.region.cgroups import Limit
-from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import read_limits
-from kvcellar.region.owner import OwnedRegion, RegionSnapshot
+from kvcellar.region.names import meta_name
+from kvcellar.region.owner import OwnedRegion
+from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey
 

@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvcellar.contract import OrphanBody
-from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.names import meta_name
 from kvcellar.region.survey import FoundRegion, LooseFile, LooseKind, Survey, reclaim_loose, survey
 
 logger = logging.getLogger(__name__)

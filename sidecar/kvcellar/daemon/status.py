@@ -27,10 +27,10 @@ from kvcellar.contract import (
     Role,
 )
 from kvcellar.region.cgroups import Limit
-from kvcellar.region.directory import engine_of_meta, engine_of_part
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.metadata import Counters, OwnerSection, SessionSection, SlotRow
-from kvcellar.region.owner import RegionSnapshot
+from kvcellar.region.names import engine_of_meta, engine_of_part
+from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import ATTACHABLE
 from kvcellar.region.survey import FoundRegion
 

@@ -7,7 +7,7 @@ from kvcellar.contract import DIRECTORY_NAME, EngineId
 from kvcellar.demo.sandbox import SHM, Sandbox
 from kvcellar.errors import KVCellarError
 from kvcellar.region import metafile
-from kvcellar.region.directory import meta_name
+from kvcellar.region.names import meta_name
 
 
 def directory(sandbox: Sandbox) -> Path:

@@ -1,4 +1,4 @@
-"""The directory of regions: names, the big lock, and opening files without being led astray.
+"""The directory of regions: the big lock, and opening files without being led astray.
 
 Every container of the pod can write to the tmpfs, so nothing is followed: files are opened relative
 to the directory's descriptor, never through a link, and have to be regular with exactly one name.
@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import stat
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvcellar.contract import EngineId, Owner
+from kvcellar.contract import Owner
 from kvcellar.errors import ConfigurationError, KVCellarError, NotReady, RegionMismatch
 from kvcellar.region import syscalls
 from kvcellar.region.forks import close_in_children
@@ -29,74 +28,6 @@ logger = logging.getLogger(__name__)
 _LOCK_PAUSE_S = 0.002
 _MODES = {Owner.SIDECAR: 0o2750, Owner.ENGINE: 0o2770}
 """Engines read the directory and write the files; they create nothing unless they own the region."""
-
-_META = re.compile(r"(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.meta")
-_DATA = re.compile(
-    r"(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>data|index)"
-)
-_TEMPORARY = re.compile(
-    r"\.new\.(?P<id>[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})\.(?P<nonce>[0-9a-f]{16})"
-)
-
-STOCK_FILE = re.compile(r"vllm_offload_.*\.mmap.*", re.DOTALL)
-"""Files of stock vLLM; 0.33 makes several for one engine, `.mmap`, `.mmap.1` and so on."""
-_QUARANTINE = re.compile(
-    rf"quarantine\.(?P<inode>[0-9]{{1,20}})\.(?P<name>{STOCK_FILE.pattern})", re.DOTALL
-)
-
-
-def meta_name(engine_id: EngineId) -> str:
-    """Name of the metadata page."""
-    return f"{engine_id}.meta"
-
-
-def data_name(engine_id: EngineId, nonce: str) -> str:
-    """Name of the data file."""
-    return f"{engine_id}.{nonce}.data"
-
-
-def stock_name(engine_id: EngineId) -> str:
-    """Name that vLLM itself gives its region's file, in /dev/shm."""
-    return f"vllm_offload_{engine_id}.mmap"
-
-
-def quarantine_name(inode: int, name: str) -> str:
-    """Name of a file of stock vLLM while it lies aside; no pattern of vLLM's files fits it."""
-    return f"quarantine.{inode}.{name}"
-
-
-def quarantined(name: str) -> tuple[int, str] | None:
-    """Inode and old name of a file that lies aside; None if the name is none of those."""
-    match = _QUARANTINE.fullmatch(name)
-    return (int(match["inode"]), match["name"]) if match else None
-
-
-def index_name(engine_id: EngineId, nonce: str) -> str:
-    """Name of the index file: failure marks, and the journal."""
-    return f"{engine_id}.{nonce}.index"
-
-
-def temporary_name(engine_id: EngineId, nonce: str) -> str:
-    """Name of a metadata page that is not published yet; no engine id begins with a dot."""
-    return f".new.{engine_id}.{nonce}"
-
-
-def engine_of_meta(name: str) -> EngineId | None:
-    """The engine id of a metadata page's name, or None for any other name."""
-    match = _META.fullmatch(name)
-    return EngineId(match["id"]) if match else None
-
-
-def engine_of_part(name: str) -> EngineId | None:
-    """The engine id of a data, index or temporary file's name, or None for any other name."""
-    match = _DATA.fullmatch(name) or _TEMPORARY.fullmatch(name)
-    return EngineId(match["id"]) if match else None
-
-
-def data_of_part(name: str) -> str:
-    """Name of the data file whose slots tell whether a data, index or temporary file is held."""
-    match = _DATA.fullmatch(name)
-    return data_name(EngineId(match["id"]), match["nonce"]) if match else name
 
 
 class RegionDirectory:
@@ -255,14 +186,11 @@ class RegionDirectory:
         except OSError:
             os.close(fd)
             raise
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        if odd := oddity(status):
             os.close(fd)
             if status.st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "removed while it was opened", name)
-            kind = (
-                "has more than one name" if stat.S_ISREG(status.st_mode) else "is no regular file"
-            )
-            raise RegionMismatch(self._odd_file(name, kind))
+            raise RegionMismatch(self._odd_file(name, odd))
         return fd
 
     def _odd_file(self, name: str, why: str) -> str:
@@ -289,11 +217,7 @@ class RegionDirectory:
 
     def identity(self, name: str) -> tuple[int, int] | None:
         """(device, inode) that a name leads to now, without following a link; None if it is gone."""
-        try:
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
+        return identity_at(self.fd, name)
 
     def unlink_if(self, name: str, identity: tuple[int, int]) -> bool:
         """Remove a name if it still leads to this very file. Call it under the lock."""
@@ -310,6 +234,22 @@ class RegionDirectory:
         except (KVCellarError, FileNotFoundError):
             return False
         return True
+
+
+def identity_at(dir_fd: int, name: str) -> tuple[int, int] | None:
+    """(device, inode) that a name leads to now, without following a link; None if it is gone."""
+    try:
+        status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def oddity(status: os.stat_result) -> str:
+    """What shows that nobody made a file so as a region's; empty for a regular file of one name."""
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    return "" if status.st_nlink == 1 else "has more than one name"
 
 
 def _open_parent(path: Path) -> int:
@@ -373,7 +313,7 @@ def _check_owner(path: Path, fd: int) -> None:
 
 def _check_filesystem(path: Path, fd: int, any_filesystem: bool) -> None:
     magic = syscalls.filesystem_magic(fd)
-    if magic in (syscalls.TMPFS_MAGIC, syscalls.HUGETLBFS_MAGIC):
+    if magic in syscalls.MEMORY_FILESYSTEMS:
         return
     if not any_filesystem:
         raise ConfigurationError(

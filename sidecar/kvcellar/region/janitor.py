@@ -12,21 +12,20 @@ A kill in between leaves a file aside; whoever comes next finishes that.
 
 import errno
 import os
-import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvcellar.region import leases, quarantine, stock
-from kvcellar.region.directory import (
+from kvcellar.region.directory import RegionDirectory, oddity
+from kvcellar.region.leases import Lease
+from kvcellar.region.names import (
     STOCK_FILE,
-    RegionDirectory,
     engine_of_meta,
     engine_of_part,
     quarantine_name,
     quarantined,
 )
-from kvcellar.region.leases import Lease
 from kvcellar.region.quarantine import Place, SetAside
 
 YOUNG_S = 2.0
@@ -210,10 +209,8 @@ class Janitor:
 
     def _unlike_ours(self, status: os.stat_result) -> str:
         """Why a file is left alone whoever has it, or may have it in a moment."""
-        if not stat.S_ISREG(status.st_mode):
-            return "it is no regular file"
-        if status.st_nlink != 1:
-            return "it has more than one name"
+        if odd := oddity(status):
+            return f"it {odd}"
         if status.st_size == 0:
             return "it is empty: an engine may be about to use it"
         if 0 <= time.time() - status.st_ctime < self._young_s:
@@ -243,7 +240,7 @@ class Janitor:
             return _kept(aside.name, 0, f"it cannot be opened: {error.strerror}")
         status = os.fstat(fd)
         size_bytes = status.st_blocks * 512
-        is_it = (stat.S_ISREG(status.st_mode), status.st_nlink, status.st_ino) == (True, 1, inode)
+        is_it = not oddity(status) and status.st_ino == inode
         if is_it and leases.take(fd) is Lease.TAKEN:
             file = StockFile(home.name, size_bytes)
             self._waiting.append(_Waiting(file, SetAside(fd, home, aside), time.monotonic()))

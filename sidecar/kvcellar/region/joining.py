@@ -28,11 +28,12 @@ from kvcellar.errors import (
     RegionMismatch,
 )
 from kvcellar.region import file, locks, metafile
-from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.forks import close_in_children
 from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.metadata import OwnerSection, SlotRow
 from kvcellar.region.metafile import MetaContents
+from kvcellar.region.names import data_name, index_name, meta_name
 from kvcellar.region.states import ATTACHABLE
 from kvcellar.region.wholeness import loss_by_state
 

@@ -24,16 +24,11 @@ from kvcellar.errors import (
     RegionMismatch,
 )
 from kvcellar.region import file, locks, metafile, stock, syscalls
-from kvcellar.region.directory import (
-    RegionDirectory,
-    data_name,
-    index_name,
-    meta_name,
-    temporary_name,
-)
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.frame import META_BYTES
 from kvcellar.region.memory import TMPFS
 from kvcellar.region.metadata import OwnerSection
+from kvcellar.region.names import data_name, index_name, meta_name, temporary_name
 from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
 from kvcellar.region.states import ATTACHABLE, RegionRequest
 from kvcellar.region.wholeness import loss_by_state

@@ -9,24 +9,25 @@ to the page.
 """
 
 import errno
-import functools
 import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from dataclasses import replace
 
 from kvcellar.contract import EngineId, Mode, RegionState
 from kvcellar.errors import ConfigurationError, DoesNotFit, KVCellarError, RegionMismatch
 from kvcellar.region import file, frame, locks, making, metadata, metafile, stock
-from kvcellar.region.directory import RegionDirectory, meta_name
+from kvcellar.region.answers import in_words
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.forks import close_in_children
 from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import plan
 from kvcellar.region.metadata import OwnerSection, SessionSection, SlotRow
+from kvcellar.region.names import meta_name
 from kvcellar.region.promises import LimitReader
+from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import LEGAL_MOVES, RegionRequest
 from kvcellar.region.wholeness import loss, loss_by_state
 
@@ -36,55 +37,11 @@ StopFlag = Callable[[], bool]
 """True once the process wants to end: passes return early, and the region stays as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegionSnapshot:
-    """A region at one moment.
-
-    Attributes:
-        owner: the owner's own memory of it.
-        session: what the last engine start wrote; None before the first, or if it is damaged.
-        rows: (slot, row, held now) for every slot that was ever used.
-        held: slots whose lock is held now, also those without a readable row.
-        reserved_bytes: bytes that the file system has promised.
-        damage: what is wrong with the files, in one sentence; empty if nothing is.
-    """
-
-    owner: OwnerSection
-    session: SessionSection | None
-    rows: tuple[tuple[int, SlotRow, bool], ...]
-    held: tuple[int, ...]
-    reserved_bytes: int
-    damage: str
-
-    @property
-    def was_used(self) -> bool:
-        """Whether an engine has ever held the region: in stock mode its row is all that says so."""
-        return self.session is not None or (self.owner.mode is Mode.STOCK and bool(self.rows))
+def _said(region: "OwnedRegion", doing: str, error: OSError) -> KVCellarError:
+    return region.as_error(doing, error)
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _in_words(
-    method: Callable[Concatenate["OwnedRegion", _P], _T],
-) -> Callable[Concatenate["OwnedRegion", _P], _T]:
-    """Say as a `KVCellarError` what the kernel answered; callers then need to know no other."""
-
-    @functools.wraps(method)
-    def call(self: "OwnedRegion", /, *arguments: _P.args, **options: _P.kwargs) -> _T:
-        try:
-            return method(self, *arguments, **options)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                had = self._owner.settled_bytes
-                raise making.as_refusal(error, self._request, had) from error
-            raise ConfigurationError(
-                f"region {self.engine_id} could not {method.__name__.replace('_', ' ')}: the kernel answered "
-                f"{error.strerror!r}; check the volume at KVCELLAR_DIR, and the node's memory"
-            ) from error
-
-    return call
+_in_words = in_words(_said)
 
 
 class OwnedRegion:
@@ -364,6 +321,15 @@ class OwnedRegion:
         self.close()
 
     # --- inside ------------------------------------------------------------------------------------------
+
+    def as_error(self, doing: str, error: OSError) -> KVCellarError:
+        """What the kernel answered to a call of ours, in words."""
+        if error.errno == errno.ENOSPC:
+            return making.as_refusal(error, self._request, self._owner.settled_bytes)
+        return ConfigurationError(
+            f"region {self.engine_id} could not {doing.replace('_', ' ')}: the kernel answered "
+            f"{error.strerror!r}; check the volume at KVCELLAR_DIR, and the node's memory"
+        )
 
     def _publish_name(self) -> None:
         """Let a stock engine find the file, now that every page of it is promised."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 from kvcellar.contract import EngineId
 from kvcellar.errors import DoesNotFit, NotReady, RanksDisagree
 from kvcellar.region import making, metafile
-from kvcellar.region.directory import RegionDirectory, data_name, index_name, meta_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry
 from kvcellar.region.index_file import FailureMarks, format_index
 from kvcellar.region.joining import (
@@ -37,6 +37,7 @@ from kvcellar.region.joining import (
     session_is_ours,
 )
 from kvcellar.region.metadata import Counters, SessionSection
+from kvcellar.region.names import data_name, index_name, meta_name
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ from kvcellar.contract import Mode, RegionState
 from kvcellar.errors import KVCellarError
 from kvcellar.region import file, metafile
 from kvcellar.region.cgroups import Limit
-from kvcellar.region.directory import RegionDirectory, data_name, engine_of_meta, index_name
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.frame import META_BYTES
 from kvcellar.region.index_file import index_bound_bytes
 from kvcellar.region.memory import Plan, plan
+from kvcellar.region.names import data_name, engine_of_meta, index_name
 
 LimitReader = Callable[[], list[Limit]]
 """Reads the limits now; called again at each step, since neighbours grow meanwhile."""

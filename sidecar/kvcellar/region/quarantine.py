@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 
 from kvcellar.region import leases, syscalls
+from kvcellar.region.directory import identity_at
 
 WAIT_S = 1.0
 """How long a file stays aside. Without it one opener in 180 was left on a nameless file, with it none."""
@@ -27,11 +28,7 @@ class Place:
 
     def identity(self) -> tuple[int, int] | None:
         """(device, inode) that the name leads to now, without following a link; None if it is gone."""
-        try:
-            status = os.stat(self.name, dir_fd=self.dir_fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
+        return identity_at(self.dir_fd, self.name)
 
     def move(self, to: "Place") -> None:
         """Rename.

@@ -20,14 +20,10 @@ from collections.abc import Iterator
 from kvcellar.contract import EngineId, Mode, Role
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionMismatch
 from kvcellar.region import leases, locks, metafile, syscalls
-from kvcellar.region.directory import (
-    RegionDirectory,
-    data_name,
-    engine_of_meta,
-    stock_name,
-)
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.metadata import OwnerSection, SlotRow
+from kvcellar.region.names import data_name, engine_of_meta, meta_name, stock_name
 from kvcellar.region.quarantine import WAIT_S
 from kvcellar.region.states import ATTACHABLE
 
@@ -155,7 +151,7 @@ def spoken_for(directory: RegionDirectory) -> tuple[frozenset[tuple[int, int]], 
     unknown: set[str] = set()
     for engine_id in _engines(directory):
         try:
-            fd = directory.open_file(f"{engine_id}.meta", os.O_RDONLY)
+            fd = directory.open_file(meta_name(engine_id), os.O_RDONLY)
             try:
                 owner = metafile.read_owner(fd)
             finally:

@@ -5,19 +5,18 @@ metadata page names and nobody holds. Both prove under the big lock what they cl
 """
 
 import contextlib
-import functools
 import os
-import stat
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Concatenate, ParamSpec, TypeVar
 
 from kvcellar.contract import EngineId, Mode, Owner, RegionState
 from kvcellar.errors import ConfigurationError, KVCellarError, RegionHeld
 from kvcellar.region import file, locks, making, metafile, stock
-from kvcellar.region.directory import (
-    RegionDirectory,
+from kvcellar.region.answers import in_words
+from kvcellar.region.directory import RegionDirectory, oddity
+from kvcellar.region.metadata import OwnerSection
+from kvcellar.region.metafile import MetaContents
+from kvcellar.region.names import (
     data_name,
     data_of_part,
     engine_of_meta,
@@ -26,8 +25,6 @@ from kvcellar.region.directory import (
     meta_name,
     quarantined,
 )
-from kvcellar.region.metadata import OwnerSection
-from kvcellar.region.metafile import MetaContents
 from kvcellar.region.wholeness import loss_by_state
 
 
@@ -93,28 +90,15 @@ class Survey:
     loose: tuple[LooseFile, ...]
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+def _said(directory: RegionDirectory, _doing: str, error: OSError) -> KVCellarError:
+    return ConfigurationError(
+        f"the regions in {directory.path} cannot be looked at or removed ({error.strerror}): check the volume "
+        "at KVCELLAR_DIR, and the node's memory"
+    )
 
 
-def _in_words(
-    function: Callable[Concatenate[RegionDirectory, _P], _T],
-) -> Callable[Concatenate[RegionDirectory, _P], _T]:
-    """Say as a `KVCellarError` what the kernel answered, but for names that are gone or not to be removed."""
-
-    @functools.wraps(function)
-    def call(directory: RegionDirectory, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
-        try:
-            return function(directory, *arguments, **options)
-        except (FileNotFoundError, PermissionError):
-            raise
-        except OSError as error:
-            raise ConfigurationError(
-                f"the regions in {directory.path} cannot be looked at or removed ({error.strerror}): check the volume "
-                "at KVCELLAR_DIR, and the node's memory"
-            ) from error
-
-    return call
+_in_words = in_words(_said, but=(FileNotFoundError, PermissionError))
+"""Names that are gone or not to be removed are for the callers."""
 
 
 @_in_words
@@ -290,8 +274,7 @@ def _loose(directory: RegionDirectory, name: str) -> LooseFile:
     except FileNotFoundError:
         return LooseFile(name, kind, 0, is_held=False)
     size = status.st_blocks * 512
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        odd = "has more than one name" if stat.S_ISREG(status.st_mode) else "is no regular file"
+    if odd := oddity(status):
         error = f"{name} {odd}" if kind is LooseKind.PART else ""
         return LooseFile(name, LooseKind.FOREIGN, size, is_held=False, error=error)
     if kind is LooseKind.FOREIGN:

@@ -17,6 +17,8 @@ MADV_COLLAPSE = 25
 
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
+MEMORY_FILESYSTEMS = {TMPFS_MAGIC: "tmpfs", HUGETLBFS_MAGIC: "hugetlbfs"}
+"""Those that a region can lie on, by type: none writes its pages to a disk."""
 """Source: include/uapi/linux/magic.h."""
 
 PROT_NONE = 0

@@ -14,7 +14,6 @@ from kvcellar.region.cgroups import ANCESTOR_PREFIX, CONTAINER, HIERARCHY, memor
 from kvcellar.region.permissions import not_permitted
 
 _MOUNT = "mount an emptyDir with medium: Memory there, or set KVCELLAR_ROOT to a tmpfs"
-_KINDS = {syscalls.TMPFS_MAGIC: "tmpfs", syscalls.HUGETLBFS_MAGIC: "hugetlbfs"}
 
 
 def check_volume(path: Path) -> list[Finding]:
@@ -31,7 +30,7 @@ def check_volume(path: Path) -> list[Finding]:
         magic, limit = syscalls.filesystem_magic(fd), memory.tmpfs_limit(fd)
     finally:
         os.close(fd)
-    kind = _KINDS.get(magic)
+    kind = syscalls.MEMORY_FILESYSTEMS.get(magic)
     if kind is None:
         said = f"{path} is not on tmpfs (file system type {magic:#x}): blocks would go to a disk"
         return [problem("volume", said, _MOUNT)]
