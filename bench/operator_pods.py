@@ -40,7 +40,7 @@ def vllm_pod(name: str, node: str = "") -> JsonObject:
         "livenessProbe": probe,
         "readinessProbe": probe,
         "resources": {"limits": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}},
-        "volumeMounts": [{"name": "cache", "mountPath": "/root/.cache"}],
+        "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
     }
     return {
         "apiVersion": "v1",

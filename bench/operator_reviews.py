@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.operator_pods import vllm_pod
+from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.config import WebhookSettings, parse
 from kvcellar_operator.webhook import PATH, needs
 from tests.cluster.box.access import Access
-from tests.cluster.operators import OperatorProcess, free_port, granted
+from tests.cluster.operators import OperatorProcess, granted
 
 _REPLICAS = 2
 _CONNECTIONS = 8

@@ -24,7 +24,7 @@ from tests.cluster.box.cluster import Cluster
 from tests.cluster.box.errors import ApiError, BoxError, NoGoToolchain
 from tests.cluster.box.programs import programs, programs_folder
 from tests.cluster.box.settings import Settings
-from tests.cluster.charts import CHART
+from tests.cluster.charts import CHART, delete_crds
 from tests.cluster.images import recipes
 
 _KUBECONFIG = "KVCELLAR_TEST_KUBECONFIG"
@@ -209,3 +209,11 @@ def make_node(cluster: Access) -> Iterator[MakeNode]:
     yield make
     for name in made:
         simulated.delete_node(cluster, name)
+
+
+@pytest.fixture(scope="module")
+def without_crds(box: Cluster) -> Iterator[None]:
+    """Helm makes the CRDs in these tests, and takes over none that somebody else made."""
+    delete_crds(box)
+    yield
+    delete_crds(box)

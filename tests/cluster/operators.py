@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,6 +17,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.access import Need
 from kvcellar_operator.crd import definitions
 from tests.cluster.box import simulated
@@ -119,13 +119,6 @@ def refused(box: Cluster, access: Access) -> list[tuple[str, str]]:
         for event in box.audit(user_of(access))
         if event["responseStatus"]["code"] == forbidden
     ]
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class OperatorProcess:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvcellar.contract import ANNOTATION_INJECTED, ANNOTATION_SKIPPED, LABEL_INJECT
+from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.inject import InjectSettings, inject
 from kvcellar_operator.profiles import Profile
 from tests.cluster.box import simulated
@@ -33,21 +34,12 @@ from tests.cluster.charts import (
     CONFIGURATION,
     CRDS,
     container,
-    delete_crds,
     present_crds,
     rendered,
 )
-from tests.cluster.operators import OperatorProcess, free_port, refused, used
+from tests.cluster.operators import OperatorProcess, refused, used
 
-pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_crds(box: Cluster) -> Iterator[None]:
-    """Helm makes the CRDs here, and takes over none that somebody else made."""
-    delete_crds(box)
-    yield
-    delete_crds(box)
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_crds")]
 
 
 @dataclass

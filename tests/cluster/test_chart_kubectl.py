@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,12 @@ from tests.cluster.charts import (
     CONFIGURATION,
     ROOT,
     container,
-    delete_crds,
     of_kind,
     present_crds,
     rendered,
 )
 
-pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_crds(box: Cluster) -> Iterator[None]:
-    """Helm makes the CRDs here, and takes over none that somebody else made."""
-    delete_crds(box)
-    yield
-    delete_crds(box)
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_crds")]
 
 
 @pytest.mark.parametrize("mode", ["defaults", "one namespace", "a Secret"])

@@ -19,6 +19,7 @@ from kvcellar.contract import (
     API_GROUP,
     LABEL_PROFILE,
 )
+from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.certificates import next_bundle
 from kvcellar_operator.config import WebhookSettings, parse
 from kvcellar_operator.webhook import needs
@@ -26,7 +27,6 @@ from tests.cluster.box.access import Access, until
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.operators import (
     OperatorProcess,
-    free_port,
     granted,
     install_crds,
     own_namespace,

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcellar.contract import CONTAINER_SIDECAR, LABEL_INJECT
+from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.config import WebhookSettings, parse
 from kvcellar_operator.webhook import PATH, needs
 from tests.cluster.box.access import Access
 from tests.cluster.box.api import JsonObject
-from tests.cluster.operators import OperatorProcess, free_port, granted
+from tests.cluster.operators import OperatorProcess, granted
 
 CONFIGURATIONS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 

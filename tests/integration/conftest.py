@@ -1,5 +1,6 @@
 """What integration tests share."""
 
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Protocol
 
 import pytest
 
+from kvcellar.region import leases
+from kvcellar.region.directory import RegionDirectory
 from tests.support.children import Child
 from tests.support.sidecars import Sidecar, end_all
 from tests.support.volumes import mount_tmpfs, unmount
@@ -40,6 +43,23 @@ def make_volume(tmp_path: Path) -> Iterator[MakeVolume]:
 def volume(make_volume: MakeVolume) -> Path:
     """A tmpfs of 256 MiB of the test's own: what KVCELLAR_ROOT points at."""
     return make_volume(256 * MIB)
+
+
+@pytest.fixture
+def directory(volume: Path) -> Iterator[RegionDirectory]:
+    """The directory of regions on that volume, as an owner makes it."""
+    opened = RegionDirectory.create(volume / "kvcellar")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def sigio_ignored() -> Iterator[None]:
+    """Leases may be broken, as in every program of kvcellar from its start on."""
+    before = signal.getsignal(signal.SIGIO)
+    leases.ignore_breaks()
+    yield
+    signal.signal(signal.SIGIO, before)
 
 
 MakeSidecar = Callable[..., Sidecar]

@@ -30,11 +30,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def directory(volume: Path) -> RegionDirectory:
-    return RegionDirectory.create(volume / "kvcellar")
-
-
-@pytest.fixture
 def region(directory: RegionDirectory) -> OwnedRegion:
     """A region that is Ready, and that nobody owns or holds any more."""
     request = RegionRequest(ID, 4 * MIB, huge_pages=HugePages.NEVER)

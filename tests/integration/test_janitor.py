@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import signal
 import socket
 import threading
 import time
@@ -24,25 +23,11 @@ from kvcellar.region.survey import survey
 from tests.integration.conftest import Fork, MakeSidecar
 from tests.support.sidecars import until
 
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("sigio_ignored")]
+
 MIB = 2**20
 NAME = "vllm_offload_left.mmap"
 WAIT_S = 0.05
-
-
-@pytest.fixture(autouse=True)
-def _no_sigio() -> Iterator[None]:
-    """As every program of kvcellar does at its start."""
-    before = signal.getsignal(signal.SIGIO)
-    leases.ignore_breaks()
-    yield
-    signal.signal(signal.SIGIO, before)
-
-
-@pytest.fixture
-def directory(volume: Path) -> Iterator[RegionDirectory]:
-    opened = RegionDirectory.create(volume / "kvcellar")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from kvcellar.contract import EngineId, HugePages
+from kvcellar.demo.sidecar import free_port
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.promises import needed_bytes
 from kvcellar.region.states import RegionRequest
 from tests.integration.conftest import MakeSidecar
-from tests.support.sidecars import KVCELLAR, free_port, used_bytes
+from tests.support.sidecars import KVCELLAR, used_bytes
 
 pytestmark = pytest.mark.integration
 

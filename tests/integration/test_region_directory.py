@@ -57,11 +57,6 @@ def make(
     return region
 
 
-@pytest.fixture
-def directory(volume: Path) -> RegionDirectory:
-    return RegionDirectory.create(volume / "kvcellar")
-
-
 def as_nobody(
     fork: Fork, volume: Path, program: Callable[[], object], groups: tuple[int, ...] = ()
 ) -> object:

@@ -45,11 +45,6 @@ def never() -> bool:
     return False
 
 
-@pytest.fixture
-def directory(volume: Path) -> RegionDirectory:
-    return RegionDirectory.create(volume / "kvcellar")
-
-
 def own(directory: RegionDirectory, request: RegionRequest = SMALL) -> OwnedRegion:
     return OwnedRegion.acquire(directory, request, lambda: read_limits(directory.fd))
 

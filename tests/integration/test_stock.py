@@ -6,7 +6,6 @@
 import mmap
 import os
 import signal
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,26 +24,12 @@ from tests.support.children import Child
 from tests.support.sidecars import Sidecar, attach, until, used_bytes
 from tests.support.volumes import mount_tmpfs, unmount
 
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("sigio_ignored")]
+
 MIB = 2**20
 ID = EngineId("eng")
 NAME = "vllm_offload_eng.mmap"
 STOCK = RegionRequest(ID, 8 * MIB, Mode.STOCK)
-
-
-@pytest.fixture(autouse=True)
-def _no_sigio() -> Iterator[None]:
-    """As every program of kvcellar does at its start."""
-    before = signal.getsignal(signal.SIGIO)
-    leases.ignore_breaks()
-    yield
-    signal.signal(signal.SIGIO, before)
-
-
-@pytest.fixture
-def directory(volume: Path) -> Iterator[RegionDirectory]:
-    opened = RegionDirectory.create(volume / "kvcellar")
-    yield opened
-    opened.close()
 
 
 def never() -> bool:

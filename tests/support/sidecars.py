@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcellar.contract import EngineId, Role
+from kvcellar.demo.sidecar import free_port
 from kvcellar.region import metafile, participants
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import Geometry, Layout
@@ -33,13 +33,6 @@ def until(look: Callable[[], _T], what: str, deadline_s: float = DEADLINE_S) -> 
             return found
         time.sleep(0.01)
     raise AssertionError(f"not within {deadline_s} s: {what}")
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def used_bytes(volume: Path) -> int:

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from kvcellar.cli.client import SidecarClient
+from kvcellar.cli.sizes import mebibytes, table
 from kvcellar.contract import RegionsBody, printable, to_json
 from kvcellar.daemon import orphans
 from kvcellar.daemon.cleaning import lying_stock
@@ -91,28 +92,22 @@ def _table(regions: list[dict[str, Any]]) -> str:
     if not regions:
         return "no regions\n"
     rows = [_COLUMNS, *(_row(region) for region in regions)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     reasons = [
-        printable(f"{region['engineId']}: {region['reason']}")
+        printable(f"{region['engineId']}: {region['reason']}") + "\n"
         for region in regions
         if region["reason"]
     ]
-    return "\n".join([line.rstrip() for line in lines] + reasons) + "\n"
+    return table(rows) + "".join(reasons)
 
 
 def _row(region: dict[str, Any]) -> tuple[str, ...]:
     return (
         printable(region["engineId"]),
         printable(region["state"]),
-        _mebibytes(region["capacityBytes"]),
-        _mebibytes(region["reservedBytes"]),
-        _mebibytes(region["settledBytes"]),
-        _mebibytes(region["usedBytes"]),
+        mebibytes(region["capacityBytes"]),
+        mebibytes(region["reservedBytes"]),
+        mebibytes(region["settledBytes"]),
+        mebibytes(region["usedBytes"]),
         str(len(region["participants"])),
         str(region["generation"]),
     )
-
-
-def _mebibytes(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f}MiB"

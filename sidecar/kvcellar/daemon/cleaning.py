@@ -13,6 +13,7 @@ from pathlib import Path
 from kvcellar.contract import Janitor as Policy
 from kvcellar.contract import OrphanBody
 from kvcellar.daemon.orphans import KEPT, RECLAIMED, REMEMBERED, Sweep
+from kvcellar.daemon.reopening import ReopenedDirectory
 from kvcellar.errors import KVCellarError
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.janitor import Janitor, StockFile
@@ -39,9 +40,8 @@ class Cleaner:
         self.sweep = Sweep()
         self.has_looked = threading.Event()
         self._policy = policy
-        self._open_directory = open_directory
+        self._directory = ReopenedDirectory(open_directory)
         self._janitor = Janitor(root)
-        self._directory: RegionDirectory | None = None
         self._reclaimed: deque[OrphanBody] = deque(maxlen=REMEMBERED)
         self._said: set[tuple[str, str]] = set()
         self._stop = threading.Event()
@@ -75,12 +75,11 @@ class Cleaner:
                 self._stop.wait(PASS_S)
         finally:
             self._janitor.close()
-            if self._directory is not None:
-                self._directory.close()
+            self._directory.close()
 
     def _pass(self) -> None:
         try:
-            directory = self._opened()
+            directory = self._directory.get()
             match self._policy:
                 case Policy.RECLAIM:
                     self._reclaim(directory)
@@ -94,14 +93,6 @@ class Cleaner:
             OSError,
         ) as error:  # the keepers say what is wrong with the directory
             logger.debug("volume not cleaned", extra={"error": str(error)})
-
-    def _opened(self) -> RegionDirectory:
-        directory = self._directory
-        if directory is not None and not directory.is_there():
-            directory.close()
-            directory = None
-        self._directory = directory or self._open_directory()
-        return self._directory
 
     def _reclaim(self, directory: RegionDirectory) -> None:
         left = self._janitor.set_aside(directory)

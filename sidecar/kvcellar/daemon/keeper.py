@@ -30,9 +30,10 @@ from kvcellar.daemon.backoff import BackOff
 from kvcellar.daemon.counters import CounterTotals
 from kvcellar.daemon.in_force import InForce
 from kvcellar.daemon.notice import Notice
+from kvcellar.daemon.observed import observed
 from kvcellar.daemon.retention import RetentionClock
 from kvcellar.daemon.rules import KeeperRules
-from kvcellar.daemon.status import RegionView, found_view, owned_view, released_view
+from kvcellar.daemon.status import RegionView, owned_view, released_view
 from kvcellar.errors import DoesNotFit, KVCellarError, RegionHeld, RegionMismatch
 from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import RegionDirectory
@@ -42,7 +43,6 @@ from kvcellar.region.names import meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import RegionRequest
-from kvcellar.region.survey import survey
 
 logger = logging.getLogger(__name__)
 
@@ -337,18 +337,13 @@ class RegionKeeper:
         self._wait(pause_s)
 
     def _observed(self) -> RegionView:
-        """The region that another process owns, as far as it can be read."""
+        """The region that another process owns, or the last that was known of it."""
         try:
-            found = survey(self._open_directory()).regions
+            seen = observed(self._open_directory(), self.engine_id, self._totals)
         except (KVCellarError, OSError) as error:
             logger.debug("region not observed", extra=self._fields(error=str(error)))
             return self.view
-        for region in found:
-            if region.engine_id == self.engine_id and region.contents is not None:
-                rows = region.contents.rows.items()
-                held = tuple((slot, row, slot in region.held) for slot, row in rows)
-                return found_view(region, self._totals.add(held))
-        return self.view
+        return seen or self.view
 
     def _put_up_notice(self, reason: str) -> None:
         with contextlib.suppress(KVCellarError, OSError):  # no directory, no engine that waits

@@ -23,6 +23,7 @@ from kvcellar.daemon.in_force import CONTENTS_NOT_KEPT
 from kvcellar.daemon.keeper import RegionKeeper
 from kvcellar.daemon.oom import FirstToBeKilled
 from kvcellar.daemon.orphans import Sweep, Sweeper
+from kvcellar.daemon.reopening import ReopenedDirectory
 from kvcellar.daemon.rules import KeeperRules
 from kvcellar.daemon.status import Status
 from kvcellar.errors import ConfigurationError, KVCellarError
@@ -88,6 +89,7 @@ class Service:
         self._sweeper = Sweeper([keeper.engine_id for keeper in self._keepers])
         self._sweep = Sweep()
         self._cleaner = Cleaner(settings.root, settings.janitor, self._open_directory)
+        self._directory = ReopenedDirectory(self._open_directory)
         self._reclaimed_files = 0
         self._desired = DesiredFile(settings.desired_file, settings.pod_uid)
         self._limits: tuple[Limit, ...] = ()
@@ -184,7 +186,7 @@ class Service:
 
     def _supervise(self) -> None:
         self._look_at_desired()
-        directory = self._look(None, is_sweep=True)
+        self._look(is_sweep=True)
         self._cleaner.start()
         while not (self._cleaner.has_looked.wait(0.1) or self._stop.is_set()):
             self._beat_s = time.monotonic()  # what it frees now is there for the plan
@@ -195,7 +197,7 @@ class Service:
             self._beat_s = time.monotonic()
             self._look_at_desired()
             is_sweep = self._beat_s - swept_s >= _SWEEP_S
-            directory = self._look(directory, is_sweep=is_sweep)
+            self._look(is_sweep=is_sweep)
             if is_sweep:
                 swept_s = self._beat_s
 
@@ -223,20 +225,16 @@ class Service:
                     _UNUSED, extra={"file": file, "engine_id": keeper.engine_id, "reason": stale}
                 )
 
-    def _look(self, directory: RegionDirectory | None, *, is_sweep: bool) -> RegionDirectory | None:
+    def _look(self, *, is_sweep: bool) -> None:
         """Look at limits and orphans; without a directory the keepers say what is wrong with it."""
         try:
-            if directory is not None and not directory.is_there():
-                directory.close()
-                directory = None
-            directory = directory or self._open_directory()
+            directory = self._directory.get()
             self._look_at_limits(directory)
             if is_sweep:
-                self._look_at_orphans(directory)
+                self._sweep = self._sweeper.sweep(directory)
             self._look_at_reclaimed()
         except (KVCellarError, OSError) as error:
             logger.debug("directory not looked at", extra={"error": str(error)})
-        return directory
 
     def _look_at_limits(self, directory: RegionDirectory) -> None:
         before = {limit.name: limit.limit_bytes for limit in self._limits}
@@ -247,9 +245,6 @@ class Service:
         if before and now != before:
             logger.info("limits changed", extra={"limits": now})
             self._retry_failed()
-
-    def _look_at_orphans(self, directory: RegionDirectory) -> None:
-        self._sweep = self._sweeper.sweep(directory)
 
     def _look_at_reclaimed(self) -> None:
         before = self._reclaimed_files
