@@ -38,6 +38,7 @@ from kvcellar.region.survey import survey
 from kvcellar.worker.attach import AttachOptions, attach, attach_scheduler
 from tests.support.children import Child
 from tests.support.ranks import CHUNK_BYTES, Look, Ranks
+from tests.support.volumes import used_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -95,11 +96,6 @@ def look(child: Child) -> Look:
     seen = child.ask("look")
     assert isinstance(seen, Look)
     return seen
-
-
-def used_bytes(volume: Path) -> int:
-    status = os.statvfs(volume)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float = 10.0) -> None:

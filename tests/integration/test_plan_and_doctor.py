@@ -16,7 +16,8 @@ from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.promises import needed_bytes
 from kvcellar.region.states import RegionRequest
 from tests.integration.conftest import MakeSidecar
-from tests.support.sidecars import KVCELLAR, used_bytes
+from tests.support.sidecars import KVCELLAR
+from tests.support.volumes import used_bytes
 
 pytestmark = pytest.mark.integration
 

@@ -33,6 +33,7 @@ from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey
 from kvcellar.region.syscalls import MADV_COLLAPSE, MADV_POPULATE_READ, madvise
 from tests.integration.conftest import Fork, MakeVolume
+from tests.support.volumes import used_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -63,11 +64,6 @@ def state_of(region: OwnedRegion) -> str:
 
 def data_fd(directory: RegionDirectory, region: OwnedRegion) -> int:
     return directory.open_file(data_name(region.engine_id, region.owner.nonce))
-
-
-def used_bytes(volume: Path) -> int:
-    status = os.statvfs(volume)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 def _resident_bytes(fd: int) -> int:

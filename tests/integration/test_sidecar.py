@@ -20,7 +20,8 @@ from kvcellar.region import locks
 from kvcellar.region.frame import META_BYTES
 from kvcellar.region.metadata import Counters
 from tests.integration.conftest import MakeSidecar, MakeVolume
-from tests.support.sidecars import KVCELLAR, Sidecar, attach, until, used_bytes
+from tests.support.sidecars import KVCELLAR, Sidecar, attach, until
+from tests.support.volumes import used_bytes
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,8 @@ from kvcellar.region.frame import META_BYTES
 from tests.integration.conftest import Fork, MakeSidecar, MakeVolume
 from tests.support.children import Child
 from tests.support.downward import DownwardVolume
-from tests.support.sidecars import Sidecar, attach, until, used_bytes
+from tests.support.sidecars import Sidecar, attach, until
+from tests.support.volumes import used_bytes
 
 pytestmark = pytest.mark.integration
 

@@ -22,7 +22,8 @@ from kvcellar.region.frame import META_BYTES, OWNER_AT, SESSION_AT, Section
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.promises import LimitReader
 from tests.integration.conftest import MakeVolume
-from tests.support.sidecars import attach, until, used_bytes
+from tests.support.sidecars import attach, until
+from tests.support.volumes import used_bytes
 
 pytestmark = pytest.mark.integration
 

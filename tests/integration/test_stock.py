@@ -21,8 +21,8 @@ from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey
 from tests.integration.conftest import Fork, MakeSidecar
 from tests.support.children import Child
-from tests.support.sidecars import Sidecar, attach, until, used_bytes
-from tests.support.volumes import mount_tmpfs, unmount
+from tests.support.sidecars import Sidecar, attach, until
+from tests.support.volumes import mount_tmpfs, unmount, used_bytes
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("sigio_ignored")]
 

@@ -35,12 +35,6 @@ def until(look: Callable[[], _T], what: str, deadline_s: float = DEADLINE_S) -> 
     raise AssertionError(f"not within {deadline_s} s: {what}")
 
 
-def used_bytes(volume: Path) -> int:
-    """What the volume has given out."""
-    stat = os.statvfs(volume)
-    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
-
-
 def attach(directory: Path, session: str = "ab" * 16) -> participants.Participant:
     """Attach to the region of `eng` as rank 0 of an engine of one rank."""
     request = JoinRequest(EngineId("eng"), session, Role.WORKER, 0, 1, "cd" * 32, 10.0)

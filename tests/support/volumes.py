@@ -30,3 +30,9 @@ def mount_tmpfs(path: Path, size_bytes: int, options: str = "") -> None:
 def unmount(path: Path) -> None:
     """Unmount; the memory goes with the last process that still has a file of it open."""
     _libc.umount2(os.fsencode(path), _MNT_DETACH)
+
+
+def used_bytes(volume: Path) -> int:
+    """What the volume has given out."""
+    stat = os.statvfs(volume)
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize

@@ -142,6 +142,11 @@ class Region:
             )
             self._pinned = pin_on_all_ranks(device, request)
             self._publish_pinned()
+        return self.is_pinned
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether this rank's chunks are registered with the device's driver now."""
         return self._pinned is not None and self._pinned.size_bytes > 0
 
     def unpin(self) -> None:
@@ -158,8 +163,7 @@ class Region:
             self._publish_pinned()
 
     def _publish_pinned(self) -> None:
-        is_pinned = self._pinned is not None and self._pinned.size_bytes > 0
-        self._participant.report(self._counters, pinned=is_pinned)
+        self._participant.report(self._counters, pinned=self.is_pinned)
 
     def close(self) -> None:
         """Unmap, leave the slot, and end an owned region with its names; `unpin` comes before.
