@@ -323,6 +323,34 @@ def remove_directory(directory: Path) -> None:
     shutil.rmtree(directory)
 
 
+def rename_directory(directory: Path) -> None:
+    directory.rename(directory.with_name("elsewhere"))
+
+
+def put_a_link_at_the_directory(directory: Path) -> None:
+    """Engines that follow the path would go elsewhere; the sidecar's descriptor shows the old one."""
+    rename_directory(directory)
+    directory.symlink_to(directory.with_name("elsewhere"))
+
+
+def put_a_link_at_the_page(directory: Path) -> None:
+    page = directory / "eng.meta"
+    page.rename(directory / "kept")
+    page.symlink_to("kept")
+
+
+def put_a_folder_at_the_page(directory: Path) -> None:
+    page = directory / "eng.meta"
+    page.unlink()
+    page.mkdir()
+
+
+def put_a_pipe_at_the_data(directory: Path) -> None:
+    path = data_file(directory)
+    path.unlink()
+    os.mkfifo(path)
+
+
 def spoil_session(directory: Path) -> None:
     damage(directory, SESSION_AT)
 
@@ -334,6 +362,8 @@ DAMAGES = [
     (replace, "was removed or replaced"),
     (remove_page, "was removed or replaced"),
     (remove_directory, "was removed or replaced"),
+    (rename_directory, "was removed or replaced"),
+    (put_a_pipe_at_the_data, "was removed or replaced"),
     (spoil_session, "damaged"),
 ]
 
@@ -358,6 +388,30 @@ def test_a_damaged_region_fails_and_is_made_anew_once_nobody_holds_it(
     assert after.owner is not None
     assert after.owner.nonce != before.owner.nonce
     until(lambda: used_bytes(volume) <= 8 * MIB + META_BYTES + 8192, "one region is left")
+
+
+@pytest.mark.parametrize(
+    ("harm", "mend"),
+    [
+        (put_a_link_at_the_directory, Path.unlink),
+        (put_a_link_at_the_page, lambda directory: (directory / "eng.meta").unlink()),
+        (put_a_folder_at_the_page, lambda directory: (directory / "eng.meta").rmdir()),
+    ],
+)
+def test_what_takes_a_name_of_ours_is_left_alone_and_the_region_waits_for_the_name(
+    make_service: MakeService, harm: Callable[[Path], None], mend: Callable[[Path], object]
+) -> None:
+    running = make_service()
+    running.until_state(READY)
+    harm(running.directory)
+    running.until_state(FAILED)
+    first = running.view().reason
+    until(lambda: running.view().reason != first, "it says why it cannot be made anew")
+    assert running.view().state is FAILED
+
+    mend(running.directory)
+
+    assert running.until_state(READY).reason == ""
 
 
 def test_a_region_whose_settling_fails_under_an_engine_is_made_anew_afterwards(
