@@ -242,7 +242,7 @@ def _add_webhook(parser: argparse.ArgumentParser) -> None:
 def _add_controller(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     add = parser.add_argument
-    add("--poll-interval", type=_seconds, default=5.0, help="seconds (default: 5)")
+    add("--poll-interval", type=_seconds, default=3.0, help="seconds (default: 3)")
     add("--poll-timeout", type=_seconds, default=3.0, help="seconds (default: 3)")
     add("--poll-max-body", type=_bytes, default=2**20, help="bytes (default: 1 MiB)")
     add("--poll-concurrency", type=_count, default=32, help="sidecars at once (default: 32)")
