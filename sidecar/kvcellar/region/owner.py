@@ -364,7 +364,8 @@ class OwnedRegion:
     def _file_damage(self) -> str:
         # Its names are still in it then, so that nothing else would show it, and no engine finds it.
         if not self._directory.is_there():
-            return f"the directory {self._directory.path} was removed or replaced by another process"
+            path = self._directory.path
+            return f"the directory {path} was removed or replaced by another process"
         name = stock.find_data(self._directory, self.engine_id, self._owner)
         if self._directory.identity(meta_name(self.engine_id)) != self._meta_identity:
             return f"the metadata page of region {self.engine_id} was removed or replaced by another process"
