@@ -8,11 +8,26 @@ import yaml
 from kvcellar_operator import crd
 from tests.cluster.box.access import Access
 from tests.cluster.box.api import JsonObject
+from tests.cluster.images.recipes import KVCELLAR_IMAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "kvcellar"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/zz-kvcellar"
 CRDS = tuple(definition["metadata"]["name"] for definition in crd.definitions())
+
+
+OPERATOR_NAMESPACE = "kvcellar-system"
+
+
+def install(cluster: Access) -> None:
+    """Install the chart with the image of this tree; returns when its pods are ready."""
+    repository, _, tag = KVCELLAR_IMAGE.rpartition(":")
+    image = ("--set", f"image.repository={repository}", "--set", f"image.tag={tag}")
+    cluster.helm(
+        *("install", "kvcellar", str(CHART), "--namespace", OPERATOR_NAMESPACE, *image),
+        *("--wait", "--timeout=150s"),
+        timeout_s=180,
+    )
 
 
 def rendered(

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.cluster import evidence
+from tests.cluster import charts, evidence
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
@@ -24,13 +24,12 @@ from tests.cluster.box.cluster import Cluster
 from tests.cluster.box.errors import ApiError, BoxError, NoGoToolchain
 from tests.cluster.box.programs import programs, programs_folder
 from tests.cluster.box.settings import Settings
-from tests.cluster.charts import CHART, delete_crds
+from tests.cluster.charts import OPERATOR_NAMESPACE, delete_crds
 from tests.cluster.images import recipes
 
 _KUBECONFIG = "KVCELLAR_TEST_KUBECONFIG"
 _NEEDS_ROOT = "a real node takes namespaces, mounts and cgroups: run the cluster tests as root"
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-OPERATOR_NAMESPACE = "kvcellar-system"
 _HAS_FAILED = pytest.StashKey[bool]()
 
 
@@ -127,16 +126,10 @@ def node_box(
 @pytest.fixture(scope="session")
 def installed(node_box: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """`node_box` with the chart in it, in a namespace for restricted pods; its pods are ready."""
-    repository, _, tag = recipes.KVCELLAR_IMAGE.rpartition(":")
-    image = ("--set", f"image.repository={repository}", "--set", f"image.tag={tag}")
     space = {"metadata": {"name": OPERATOR_NAMESPACE, "labels": _RESTRICTED}}
     node_box.api.create("/api/v1/namespaces", space)
     try:
-        node_box.helm(
-            *("install", "kvcellar", str(CHART), "--namespace", OPERATOR_NAMESPACE, *image),
-            *("--wait", "--timeout=150s"),
-            timeout_s=180,
-        )
+        charts.install(node_box)
         yield node_box
     finally:
         evidence.save(node_box, OPERATOR_NAMESPACE, tmp_path_factory.mktemp("operator"))

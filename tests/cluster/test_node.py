@@ -9,7 +9,7 @@ from tests.cluster.box.access import until
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.box.node_files import PAUSE_IMAGE
 from tests.cluster.box.settings import Settings
-from tests.cluster.conftest import OPERATOR_NAMESPACE
+from tests.cluster.charts import OPERATOR_NAMESPACE
 from tests.cluster.images import recipes
 from tests.cluster.node_pods import (
     CAPACITY_BYTES,
