@@ -75,6 +75,15 @@ def create_pod(cluster: Cluster, namespace: str, made: JsonObject) -> JsonObject
     return cluster.api.create(f"/api/v1/namespaces/{namespace}/pods", made)
 
 
+def as_admitted(cluster: Cluster, namespace: str, made: JsonObject) -> JsonObject:
+    """What the webhook and the API server make of a pod, which is not created."""
+    create = ("create", "--dry-run=server", "--output=json", "-n", namespace, "-f", "-")
+    admitted: JsonObject = json.loads(cluster.kubectl(*create, stdin=json.dumps(made)).stdout)
+    for key in ("uid", "creationTimestamp", "managedFields"):
+        admitted["metadata"].pop(key, None)
+    return admitted
+
+
 def read_pod(cluster: Cluster, namespace: str, name: str) -> JsonObject:
     return cluster.api.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
 

@@ -110,6 +110,12 @@ class MemoryGroup:
         return None if text == "max" or int(text) >= 1 << 62 else int(text)
 
     @property
+    def stat(self) -> dict[str, int]:
+        """What it is charged for, by kind; the kinds' names differ between v1 and v2."""
+        lines = self._read("memory.stat", "memory.stat").splitlines()
+        return {name: int(value) for name, value in map(str.split, lines)}
+
+    @property
     def pids(self) -> list[int]:
         """The processes in it and below it, as this machine numbers them."""
         found: set[int] = set()
