@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -388,6 +389,26 @@ def test_a_damaged_region_fails_and_is_made_anew_once_nobody_holds_it(
     assert after.owner is not None
     assert after.owner.nonce != before.owner.nonce
     until(lambda: used_bytes(volume) <= 8 * MIB + META_BYTES + 8192, "one region is left")
+
+
+@pytest.mark.parametrize("harm", [cut, punch, spoil_session, remove, remove_page])
+def test_an_engine_that_starts_as_the_last_holder_of_a_damaged_region_goes_gets_a_sound_one(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
+) -> None:
+    running = make_service()
+    before = running.until_state(READY)
+    engine = attach(running.directory)
+    harm(running.directory)
+    # The third pause is of 4 s: longer than the next start takes to come.
+    until(lambda: caplog.messages.count("region failed") == 3, "it was tried again in vain")
+    engine.close()
+
+    with closing(attach(running.directory, session="e" * 32)):
+        after = running.until_state(READY)
+
+    assert before.owner is not None
+    assert after.owner is not None
+    assert after.owner.nonce != before.owner.nonce
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ that is replaced at each change. Stopping at any moment leaves the files, and th
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """Seconds between two looks at a region that is ready or that another process owns."""
+_HOLDER_S = 0.5
+"""Seconds between two looks whether the last holder of a damaged region has gone."""
 
 
 class RegionKeeper:
@@ -334,7 +337,7 @@ class RegionKeeper:
             self._put_up_notice(reason)
         pause_s = self._backoff.next_s()
         logger.error("region failed", extra=self._fields(reason=reason, retry_s=round(pause_s, 1)))
-        self._wait(pause_s)
+        self._wait_out(pause_s)
 
     def _observed(self) -> RegionView:
         """The region that another process owns, or the last that was known of it."""
@@ -367,10 +370,29 @@ class RegionKeeper:
         self._stop.set()
         self._report_fatal(fatal)
 
-    def _wait(self, seconds: float) -> None:
-        self._wake.wait(seconds)
+    def _wait(self, seconds: float) -> bool:
+        """Whether the wait was cut short."""
+        is_woken = self._wake.wait(seconds)
         if not self._stop.is_set():
             self._wake.clear()
+        return is_woken
+
+    def _wait_out(self, seconds: float) -> None:
+        """Wait; of a damaged region only until its last holder goes: the next engine start needs a sound one."""
+        deadline = time.monotonic() + seconds
+        region = self._region if self._is_damaged else None
+        was_held = region is not None and self._is_still_held(region)
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._wait(min(left_s, _HOLDER_S)):
+                return
+            if was_held and region is not None and not self._is_still_held(region):
+                return
+
+    def _is_still_held(self, region: OwnedRegion) -> bool:
+        try:
+            return region.held()
+        except (KVCellarError, OSError):
+            return True
 
     def _end(self) -> None:
         self._notice.take_down()

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _REPORT_S = 10.0
+_HEAL_S = 5.0
+"""How long a damaged region is waited for: its sidecar makes it anew within a second of its last holder's end."""
 _RESTART = "restart the sidecar container, which makes the region anew once nobody holds it"
 
 
@@ -233,8 +235,9 @@ def join(
         now = time.monotonic()
         if (outcome.reserved_bytes, outcome.why) != seen:
             seen, last_progress = (outcome.reserved_bytes, outcome.why), now
-        if now - last_progress >= request.timeout_s:
-            waited = f"{outcome.why}; waited {now - began:.1f} s, {request.timeout_s:g} s of them without progress"
+        timeout_s = min(request.timeout_s, outcome.most_s)
+        if now - last_progress >= timeout_s:
+            waited = f"{outcome.why}; waited {now - began:.1f} s, {timeout_s:g} s of them without progress"
             raise outcome.error(
                 f"{waited} (KVCELLAR_ATTACH_TIMEOUT): look at `kvcellar status` and the sidecar's log"
             )
@@ -248,11 +251,17 @@ def join(
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """Not yet: why, the progress so far, and the error if it stays so."""
+    """Not yet: why, the progress so far, the error if it stays so, and how long it may at most."""
 
     why: str
     reserved_bytes: int = 0
     error: type[KVCellarError] = NotReady
+    most_s: float = math.inf
+
+    @classmethod
+    def for_a_sound_one(cls, error: KVCellarError) -> "_Wait":
+        """What is there is damaged, and is made anew as soon as nobody holds it."""
+        return cls(str(error), error=type(error), most_s=_HEAL_S)
 
 
 def _tryjoin(
@@ -265,10 +274,10 @@ def _tryjoin(
             return _Wait(f"there is no region {request.engine_id} in {directory.path}")
         place: Place | None = None
         try:
-            contents = metafile.read_contents(meta_fd)
-            if waiting := _not_attachable(directory, request, contents.owner):
-                return waiting
-            place = Place.open(directory, meta_fd, request.engine_id, contents.owner)
+            opened = _open(directory, request, meta_fd)
+            if isinstance(opened, _Wait):
+                return opened
+            place, contents = opened
             held = locks.held_slots(place.data_fd, MAX_SLOTS)
             if why := admit(request, contents, held):
                 return _Wait(why, error=RegionHeld if admit is others_are_gone else NotReady)
@@ -283,9 +292,25 @@ def _tryjoin(
                 os.close(meta_fd)
 
 
+def _open(
+    directory: RegionDirectory, request: JoinRequest, meta_fd: int
+) -> "tuple[Place, MetaContents] | _Wait":
+    try:
+        contents = metafile.read_contents(meta_fd)
+    except RegionMismatch as error:
+        return _Wait.for_a_sound_one(error)
+    if waiting := _not_attachable(directory, request, contents):
+        return waiting
+    try:
+        return Place.open(directory, meta_fd, request.engine_id, contents.owner), contents
+    except RegionMismatch as error:
+        return _Wait.for_a_sound_one(error)
+
+
 def _not_attachable(
-    directory: RegionDirectory, request: JoinRequest, owner: OwnerSection
+    directory: RegionDirectory, request: JoinRequest, contents: MetaContents
 ) -> _Wait | None:
+    owner = contents.owner
     if owner.mode is Mode.STOCK:
         raise RegionMismatch(
             f"region {request.engine_id} was made for an unmodified vLLM (KVCELLAR_MODE=stock), whose file is laid out "
@@ -294,7 +319,11 @@ def _not_attachable(
     if owner.state in ATTACHABLE:
         return None
     if owner.state is RegionState.FAILED:
-        raise NotReady(f"region {request.engine_id} failed: {owner.reason}")
+        error = NotReady(f"region {request.engine_id} failed: {owner.reason}")
+        if contents.session is not None:
+            # Engines have used it, so it was whole: what failed since is damage.
+            return _Wait.for_a_sound_one(error)
+        raise error
     reserved = 0
     try:
         data_fd = directory.open_file(data_name(request.engine_id, owner.nonce), os.O_RDONLY)
