@@ -96,7 +96,8 @@ class Reconciler:
         for body in await self._regions(key, pod):
             if (about := heard.get(body["spec"]["engineID"])) is not None:
                 await self._keep(pod, body, about)
-        await self._relay(pod)
+        if _is_understood(heard):
+            await self._relay(pod)
         return self._next_s(key, heard)
 
     def _next_s(self, key: Key, heard: Mapping[str, Heard | Silence]) -> float:
@@ -259,6 +260,12 @@ class Reconciler:
 def _is_reachable(body: JsonObject) -> bool:
     found = condition(body.get("status") or {}, Condition.REACHABLE)
     return bool(found.get("status") == "True")
+
+
+def _is_understood(heard: Mapping[str, Heard | Silence]) -> bool:
+    """Whether the pod's sidecar means by a wish what we mean."""
+    silences = (each for each in heard.values() if isinstance(each, Silence))
+    return all(each.why is not Why.OTHER_CONTRACT for each in silences)
 
 
 def _view_of_gone(body: Mapping[str, Any]) -> PodView:

@@ -13,13 +13,25 @@ from typing import TypeVar
 import aiohttp
 from pydantic import TypeAdapter, ValidationError
 
-from kvcellar.contract import DEFAULT_HTTP_PORT, PlanBody, RegionBody, RegionsBody, RegionState
+from kvcellar import __version__
+from kvcellar.contract import (
+    CONTRACT_VERSION,
+    DEFAULT_HTTP_PORT,
+    PlanBody,
+    RegionBody,
+    RegionsBody,
+    RegionState,
+    SpeakerBody,
+    printable,
+)
 from kvcellar.errors import KVCellarError
 from kvcellar_operator.podview import PodView
 from kvcellar_operator.words import Why
 
 _MAX_INTEGER = 2**63 - 1
 """The largest integer that the API server stores."""
+_MAX_VERSION = 64
+_SPEAKER = TypeAdapter(SpeakerBody)
 _REGIONS = TypeAdapter(RegionsBody)
 _PLAN = TypeAdapter(PlanBody)
 
@@ -83,6 +95,7 @@ class Sidecars:
             NoAnswer: with the reason.
         """
         body = await self._ask(pod, "/v1/regions")
+        _check_contract(_decoded(_SPEAKER, body, "list of regions"))
         regions = _decoded(_REGIONS, body, "list of regions").regions
         for region in regions:
             _check(region)
@@ -133,6 +146,18 @@ def _decoded(shape: TypeAdapter[_Body], body: bytes, what: str) -> _Body:
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         message = f"the answer is no {what}: {where}: {first['msg']}"
         raise NoAnswer(Why.BAD_ANSWER, message) from error
+
+
+def _check_contract(speaker: SpeakerBody) -> None:
+    """Refuse an answer whose words may mean something else than ours."""
+    if speaker.contractVersion != CONTRACT_VERSION:
+        version = printable(speaker.version[:_MAX_VERSION])
+        release = f"kvcellar {version}" if version else "an early release"
+        raise NoAnswer(
+            Why.OTHER_CONTRACT,
+            f"the sidecar speaks contract version {speaker.contractVersion} ({release}), this operator "
+            f"contract version {CONTRACT_VERSION} (kvcellar {__version__}): its answers are not used",
+        )
 
 
 def _check(region: RegionBody) -> None:

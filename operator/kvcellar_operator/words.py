@@ -33,6 +33,7 @@ class Why(StrEnum):
     TIMEOUT = "Timeout"
     BAD_STATUS = "BadStatus"
     BAD_ANSWER = "BadAnswer"
+    OTHER_CONTRACT = "OtherContract"
     WRONG_SIDECAR = "WrongSidecar"
 
 
@@ -96,6 +97,11 @@ WHYS: dict[Why, Explanation] = {
     Why.BAD_ANSWER: Explanation(
         "What answered is no list of regions, or too large.",
         "Look at what listens on the port; upgrade sidecars and operator together.",
+    ),
+    Why.OTHER_CONTRACT: Explanation(
+        "The sidecar is of a release that this operator does not understand. The engine and its region go on; "
+        "wishes do not reach the sidecar.",
+        "Create the pod anew (`kubectl rollout restart`), or run the operator of the sidecar's release.",
     ),
     Why.WRONG_SIDECAR: Explanation(
         "A sidecar answered that does not have this engine's region.",

@@ -13,6 +13,7 @@ import pytest
 from kvcellar.contract import (
     ANNOTATION_DESIRED,
     ANNOTATION_SKIPPED,
+    CONTRACT_VERSION,
     LABEL_INJECT,
     PlanBody,
     RegionState,
@@ -199,6 +200,36 @@ def test_whatever_a_sidecar_answers_the_object_says_so_and_the_others_stay_true(
         engine.sidecar.manner = Manner.WELL
     for engine in engines.values():
         scene.until_holds(engine.region_name, "Reachable", "True", "Answered")
+
+
+def test_a_sidecar_of_another_contract_degrades_its_region_and_is_sent_no_wish(
+    scene: Scene,
+) -> None:
+    engine = scene.run("skewed")
+    scene.until_holds(engine.region_name, "Settled", "True", "Settled")
+    engine.sidecar.contract_version = CONTRACT_VERSION + 1
+
+    scene.until_holds(engine.region_name, "Degraded", "True", "OtherContract")
+
+    status = scene.region(engine.region_name)["status"]
+    degraded = next(each for each in status["conditions"] if each["type"] == "Degraded")
+    assert f"contract version {CONTRACT_VERSION + 1} " in degraded["message"]
+    assert f"contract version {CONTRACT_VERSION} " in degraded["message"]
+    assert status["phase"] == "Ready"
+    wish = json.dumps({"spec": {"retention": "now"}})
+    patch = ("patch", "kvreg", "-n", scene.namespace, engine.region_name, "--type=merge", "-p")
+    scene.cluster.kubectl(*patch, wish)
+    n_asked = engine.sidecar.n_asked
+    until(lambda: engine.sidecar.n_asked >= n_asked + 2, "it was asked again")
+    pod = simulated.pod_path(scene.namespace, "skewed")
+    assert ANNOTATION_DESIRED not in scene.cluster.api.get(pod)["metadata"]["annotations"]
+
+    engine.sidecar.contract_version = CONTRACT_VERSION
+    scene.until_holds(engine.region_name, "Degraded", "False", "AsExpected")
+    until(
+        lambda: ANNOTATION_DESIRED in scene.cluster.api.get(pod)["metadata"]["annotations"],
+        "the wish is relayed",
+    )
 
 
 def test_a_pod_without_its_sidecar_is_told(scene: Scene) -> None:

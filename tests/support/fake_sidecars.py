@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvcellar.contract import (
+    CONTRACT_VERSION,
     DEFAULT_HTTP_PORT,
     GeometryBody,
     LimitBody,
@@ -106,11 +107,20 @@ class FakeSidecar:
     plan: PlanBody | None = None
     manner: Manner = Manner.WELL
     n_asked: int = 0
+    contract_version: int | None = CONTRACT_VERSION
+    """None: as a sidecar that is older than this key."""
+    version: str = "0.0.1"
 
     def body(self, path: str) -> tuple[int, Any]:
         """Status and JSON of an answer."""
         if path == "/v1/regions":
-            return 200, to_json(RegionsBody(list(self.regions)))
+            regions = {"regions": to_json(RegionsBody(self.regions))["regions"]}
+            if self.contract_version is None:
+                return 200, regions
+            return 200, {
+                "contractVersion": self.contract_version,
+                "version": self.version,
+            } | regions
         if path == "/v1/plan" and self.plan is not None:
             return 200, to_json(self.plan)
         return 404, {"title": "Not Found"}

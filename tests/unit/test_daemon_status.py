@@ -86,6 +86,8 @@ def test_why_what_is_desired_is_not_used_stands_behind_the_region_s_own_reason()
 
 def test_a_region_is_shown_with_every_key_of_the_contract() -> None:
     assert contract.to_json(STATUS.regions_body()) == {
+        "contractVersion": contract.CONTRACT_VERSION,
+        "version": __version__,
         "regions": [
             {
                 "engineId": "a",
@@ -133,7 +135,7 @@ def test_a_region_is_shown_with_every_key_of_the_contract() -> None:
                 ],
                 "orphans": [],
             }
-        ]
+        ],
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvcellar.contract import PlanBody, RegionState
+from kvcellar import __version__
+from kvcellar.contract import CONTRACT_VERSION, PlanBody, RegionState
 from kvcellar_operator.cluster import Api, NotFound
 from kvcellar_operator.events import (
     EventLedger,
@@ -206,6 +207,43 @@ def test_what_no_api_server_would_store_is_refused(
     with pytest.raises(NoAnswer) as error:
         asking(lambda sidecars: sidecars.ask_regions(pod(fake.ip)))
     assert error.value.why is Why.BAD_ANSWER
+
+
+def test_a_sidecar_of_another_contract_is_not_believed_and_both_versions_are_named(
+    fake: FakeSidecar,
+) -> None:
+    fake.regions = [attached("7b0c")]
+    fake.contract_version, fake.version = CONTRACT_VERSION + 1, "9.9\x1b[31m" + "9" * 500
+    with pytest.raises(NoAnswer) as error:
+        asking(lambda sidecars: sidecars.ask_regions(pod(fake.ip)))
+    assert error.value.why is Why.OTHER_CONTRACT
+    said = str(error.value)
+    assert f"contract version {CONTRACT_VERSION + 1} (kvcellar 9.9" in said
+    assert f"contract version {CONTRACT_VERSION} (kvcellar {__version__})" in said
+    assert said.isprintable()
+    assert len(said) < 400
+
+
+def test_of_another_contract_nothing_but_its_version_has_to_be_readable(fake: FakeSidecar) -> None:
+    fake.regions = [replace(attached("7b0c"), usedBytes="much")]  # type: ignore[arg-type]
+    with pytest.raises(NoAnswer) as error:
+        asking(lambda sidecars: sidecars.ask_regions(pod(fake.ip)))
+    assert error.value.why is Why.BAD_ANSWER
+    fake.contract_version = CONTRACT_VERSION - 1
+    with pytest.raises(NoAnswer) as error:
+        asking(lambda sidecars: sidecars.ask_regions(pod(fake.ip)))
+    assert error.value.why is Why.OTHER_CONTRACT
+
+
+def test_a_sidecar_that_tells_no_contract_speaks_the_first(
+    fake: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.regions = [attached("7b0c")]
+    fake.contract_version = None
+    assert set(asking(lambda sidecars: sidecars.ask_regions(pod(fake.ip)))) == {"7b0c"}
+    monkeypatch.setattr("kvcellar_operator.sidecars.CONTRACT_VERSION", CONTRACT_VERSION + 1)
+    with pytest.raises(NoAnswer, match=r"speaks contract version 1 \(an early release"):
+        asking(lambda sidecars: sidecars.ask_regions(pod(fake.ip)))
 
 
 def hear(fake_ip: str, view: PodView, *, was_reachable: bool, times: int = 1) -> Any:  # noqa: ANN401

@@ -9,6 +9,11 @@ Breaking (bump `CONTRACT_VERSION`, and say so in CHANGELOG.md):
     - to change the meaning or unit of one;
     - to change the metadata page (`region.frame.FORMAT_VERSION` is bumped as well).
 
+Never changed, since an operator reads them before it knows the version, to say of which one a sidecar is:
+    - the path `/v1/regions`, and `contractVersion` and `version` in its body;
+    - the names of the label, of the annotation that says what was injected, and of the sidecar and its port;
+    - `engineIds`, `containers` and `capacityBytes` in that annotation.
+
 Not breaking:
     - a new variable with a default, a new key in a JSON body, a new annotation;
     - a new value of `reason` texts, which are for people.
@@ -24,6 +29,7 @@ from kvcellar.contract.bodies import (
     PlanBody,
     RegionBody,
     RegionsBody,
+    SpeakerBody,
     to_json,
 )
 from kvcellar.contract.cluster import (
@@ -116,7 +122,8 @@ from kvcellar.contract.variables import (
 )
 
 CONTRACT_VERSION = 1
-"""Raised by each breaking change; sidecar and operator compare it."""
+"""Raised by each breaking change. A sidecar tells its own (`SpeakerBody`), and an operator of another one uses
+none of its answers."""
 
 __all__ = [
     "ANNOTATION_DESIRED",
@@ -194,6 +201,7 @@ __all__ = [
     "RegionState",
     "RegionsBody",
     "Role",
+    "SpeakerBody",
     "StartGate",
     "desired_text",
     "expand_engine_ids",

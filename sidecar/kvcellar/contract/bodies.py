@@ -87,8 +87,22 @@ class RegionBody:
     orphans: list[OrphanBody] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeakerBody:
+    """Who answers, in each body of `/v1/regions`: read first, since the rest may mean something else.
+
+    Attributes:
+        contractVersion: `CONTRACT_VERSION` of the sidecar; in every version this key has this name. A body
+            without it speaks the first.
+        version: kvcellar's release, for people.
+    """
+
+    contractVersion: int = 1
+    version: str = ""
+
+
 @dataclass(frozen=True, slots=True)
-class RegionsBody:
+class RegionsBody(SpeakerBody):
     """The body of `/v1/regions`."""
 
     regions: list[RegionBody]

@@ -10,7 +10,9 @@ and never trusted. Model names never appear: `fingerprint` and `session` are has
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from kvcellar import __version__
 from kvcellar.contract import (
+    CONTRACT_VERSION,
     Contents,
     DesiredRegion,
     EngineId,
@@ -165,7 +167,9 @@ class Status:
             [
                 _region_body(view, self, limits, _orphans_of(view.engine_id, names, self.orphans))
                 for view in self.regions
-            ]
+            ],
+            contractVersion=CONTRACT_VERSION,
+            version=__version__,
         )
 
     def _limit_bodies(self) -> list[LimitBody]:
