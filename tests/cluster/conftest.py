@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.cluster import charts, evidence
+from tests.cluster import charts, evidence, traces
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
@@ -28,9 +28,12 @@ from tests.cluster.charts import OPERATOR_NAMESPACE, delete_crds
 from tests.cluster.images import recipes
 
 _KUBECONFIG = "KVCELLAR_TEST_KUBECONFIG"
-_NEEDS_ROOT = "a real node takes namespaces, mounts and cgroups: run the cluster tests as root"
+_NEEDS_ROOT = (
+    "a real node takes namespaces, mounts and cgroups: run as root the {} tests that need one"
+)
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 _HAS_FAILED = pytest.StashKey[bool]()
+_NODE_TESTS = pytest.StashKey[int]()
 
 
 class MakeNode(Protocol):
@@ -42,6 +45,17 @@ class MakeNode(Protocol):
     def __call__(
         self, labels: dict[str, str] | None = None, capacity: dict[str, str] | None = None
     ) -> str: ...
+
+
+# After -m and -k have chosen.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without root, one of the tests that need a node fails for all of them, and with their number."""
+    on_node = [item for item in items if "node_box" in getattr(item, "fixturenames", ())]
+    config.stash[_NODE_TESTS] = len(on_node)
+    if os.geteuid() != 0 and _KUBECONFIG not in os.environ and on_node:
+        config.hook.pytest_deselected(items=on_node[1:])
+        items[:] = [item for item in items if item not in on_node[1:]]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -79,6 +93,13 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The run fails if anything of it is left on this machine when its last cluster is gone."""
+    with traces.nothing_left(tmp_path_factory.getbasetemp()):
+        yield
+
+
 @pytest.fixture(scope="session")
 def box(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -110,7 +131,7 @@ def node_box(
     if _KUBECONFIG in os.environ:
         pytest.skip(f"{_KUBECONFIG} is set, and this test needs a cluster of its own")
     if os.geteuid() != 0:
-        pytest.fail(_NEEDS_ROOT)
+        pytest.fail(_NEEDS_ROOT.format(request.config.stash[_NODE_TESTS]), pytrace=False)
     archives: dict[str, Path] = request.getfixturevalue("images")
     folder = tmp_path_factory.mktemp("node")
     settings = Settings.choose(folder / "state", folder / "logs", node=True)

@@ -26,7 +26,7 @@ from tests.cluster.box.commands import Files, audit_log, command
 from tests.cluster.box.errors import ApiError, BoxError
 from tests.cluster.box.processes import ProcessId
 from tests.cluster.box.programs import programs
-from tests.cluster.box.record import Record
+from tests.cluster.box.record import Record, to_remove
 from tests.cluster.box.settings import Node, Settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -240,7 +240,7 @@ class Cluster(Access):
         if files is None:
             raise BoxError("the cluster is not started")
         self._record.group, self._record.link = place.name, place.link
-        self._record.folders = [each for each in real_node.COVERED if not Path(each).exists()]
+        self._record.folders = to_remove(real_node.COVERED)
         self._record.save()
         for each in real_node.COVERED:
             Path(each).mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,8 @@ _HOLD = """\
 set -e
 ready=$1 kernel=$2
 shift 2
-for folder; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
+# A cluster that ends may just have removed one.
+for folder; do mkdir -p "$folder"; mount -t tmpfs -o mode=755 tmpfs "$folder"; done
 mkdir /run/netns
 cd "$kernel"
 for file in *; do mount --bind "$file" "/proc/sys/$(echo "$file" | tr : /)"; done

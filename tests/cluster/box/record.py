@@ -6,9 +6,11 @@ one that started it, the keeper after a crash of that one, or ``make cluster-dow
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,7 +33,8 @@ class Record:
     group: str | None = None
     """The node's cgroup, and with it all that runs on the node."""
     folders: list[str] = field(default_factory=list)
-    """Folders outside its own that it had to make; removed if they are empty."""
+    """Folders outside its own that it had to make, or another cluster; removed if they are empty and no
+    other one has anything mounted there: that would be gone with the folder, in all namespaces."""
     processes: dict[str, ProcessId] = field(default_factory=dict)
     """By name, in the order of their start."""
 
@@ -79,7 +82,7 @@ class Record:
             if link is not None:
                 _remove_link(link)
         _remove_folder(self.folder)
-        for folder in self.folders:
+        for folder in self._unused_folders():
             with contextlib.suppress(OSError):
                 Path(folder).rmdir()
 
@@ -99,7 +102,37 @@ class Record:
         left += [f"mount {line}" for line in mounts if f"{self.folder}/" in line]
         if self.folder.exists():
             left.append(f"folder {self.folder}")
-        return left
+        unused = self._unused_folders()
+        return left + [f"folder {each}" for each in unused if not any(Path(each).iterdir())]
+
+    def _unused_folders(self) -> list[str]:
+        covered = mount_points()
+        return [each for each in self.folders if each not in covered and Path(each).exists()]
+
+
+def to_remove(folders: Iterable[str]) -> list[str]:
+    """Those that are not there yet, or are empty and there for another cluster's sake."""
+    covered = mount_points()
+    return [
+        each
+        for each in folders
+        if not Path(each).exists() or (each in covered and not any(Path(each).iterdir()))
+    ]
+
+
+def mount_points() -> set[str]:
+    """Where something is mounted, in the namespace of any process of this machine."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # Gone by now, or somebody else's.
+        with contextlib.suppress(OSError):
+            namespace = os.readlink(process / "ns" / "mnt")
+            if namespace not in seen:
+                lines = (process / "mountinfo").read_text().splitlines()
+                found |= {line.split()[4] for line in lines}
+                seen.add(namespace)
+    return found
 
 
 def _remove_link(name: str, deadline_s: float = 10.0) -> None:

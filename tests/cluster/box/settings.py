@@ -9,8 +9,12 @@ A cluster is on loopback, or has a bridge.
 - *With a node* has a bridge too, and a network and mount namespace that is the node (`real_node`), one of its
   ends on the bridge. Pods have addresses of the bridge's subnet, so that tests and the API server reach
   them, and nothing beyond it.
+
+In a run of tests the names of links, nodes and cgroups carry the run's tag (`RUN_VARIABLE`), so that what it leaves
+behind is known for its own.
 """
 
+import os
 import random
 import shutil
 import socket
@@ -25,6 +29,14 @@ _PORTS = range(20000, 30000)
 port and its use."""
 
 _OFFSETS_PER_CLUSTER = 4
+
+RUN_VARIABLE = "KVCELLAR_TEST_RUN"
+"""Names the variable with the tag of the run of tests that a process belongs to: four hexadecimal digits."""
+
+
+def name_prefix(tag: str = "") -> str:
+    """How the names of what a cluster makes begin; without a tag, those of one that no test has made."""
+    return f"kvc{tag}-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,8 @@ def _bridge(group: int) -> Bridge:
     if shutil.which("ip") is None:
         raise BoxError("no command ip on this machine: install iproute2")
     subnet = _subnet(IPv4Network("10.80.0.0/12"), group)
-    return Bridge(f"kvc{group}", IPv4Interface(f"{subnet.network_address + 1}/24"))
+    name = f"{name_prefix(os.environ.get(RUN_VARIABLE, ''))}{group}"
+    return Bridge(name, IPv4Interface(f"{subnet.network_address + 1}/24"))
 
 
 def _node(bridge: Bridge) -> Node:
