@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -206,6 +207,18 @@ def test_a_kernel_that_does_not_know_the_advice_gets_reads_and_no_byte_is_lost(
     populate(range_of(memory))
     assert resident_pages(memory) == 64
     assert memory[5 * PAGE] == 200
+
+
+def test_without_more_threads_one_populates_alone(
+    memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as at a limit of processes
+
+    monkeypatch.setattr(pin, "_SLICE_BYTES", 3 * PAGE)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    populate(range_of(memory))
+    assert resident_pages(memory) == 64
 
 
 @pytest.mark.parametrize("number", [errno.EFAULT, errno.ENOMEM, errno.EIO])

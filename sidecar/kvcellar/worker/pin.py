@@ -80,7 +80,9 @@ def cut(address: int, chunk_stride_bytes: int, num_chunks: int) -> list[Range]:
 
 
 def populate(memory: Range) -> None:
-    """Map every page of this memory, by several threads. Bytes are read at most, never written.
+    """Map every page of this memory, by this thread and some more. Bytes are read at most, never written.
+
+    At a limit of processes there are fewer threads, or only this one.
 
     Raises:
         OSError: a page is not there (the file was cut short), or cannot be had.
@@ -91,16 +93,30 @@ def populate(memory: Range) -> None:
         slices.put(Range(memory.address + offset, size_bytes))
     errors: list[OSError] = []
     n_threads = min(_MAX_THREADS, os.cpu_count() or 1, slices.qsize())
-    threads = [
-        threading.Thread(target=_populate_slices, args=(slices, errors), name="kvcellar-populate")
-        for _ in range(n_threads)
-    ]
-    for thread in threads:
-        thread.start()
+    threads = _start_threads(n_threads - 1, slices, errors)
+    _populate_slices(slices, errors)
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _start_threads(
+    wanted: int, slices: "queue.SimpleQueue[Range]", errors: list[OSError]
+) -> list[threading.Thread]:
+    """As many of the wanted threads as the kernel grants."""
+    threads: list[threading.Thread] = []
+    for _ in range(wanted):
+        thread = threading.Thread(
+            target=_populate_slices, args=(slices, errors), name="kvcellar-populate"
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # how Python tells of EAGAIN
+            logger.debug("%d threads populate the region: %s", len(threads) + 1, error)
+            break
+        threads.append(thread)
+    return threads
 
 
 def _populate_slices(slices: "queue.SimpleQueue[Range]", errors: list[OSError]) -> None:
