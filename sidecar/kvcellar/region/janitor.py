@@ -238,15 +238,20 @@ class Janitor:
             return None
         except OSError as error:
             return _kept(aside.name, 0, f"it cannot be opened: {error.strerror}")
-        status = os.fstat(fd)
-        size_bytes = status.st_blocks * 512
-        is_it = not oddity(status) and status.st_ino == inode
-        if is_it and leases.take(fd) is Lease.TAKEN:
-            file = StockFile(home.name, size_bytes)
-            self._waiting.append(_Waiting(file, SetAside(fd, home, aside), time.monotonic()))
-            return None
-        is_back = is_it and SetAside(fd, home, aside).put_back()
-        os.close(fd)
+        try:
+            status = os.fstat(fd)
+            size_bytes = status.st_blocks * 512
+            is_it = not oddity(status) and status.st_ino == inode
+            if is_it and leases.take(fd) is Lease.TAKEN:
+                file = StockFile(home.name, size_bytes)
+                kept_fd = os.dup(fd)  # the same description, and so the same lease
+                self._waiting.append(
+                    _Waiting(file, SetAside(kept_fd, home, aside), time.monotonic())
+                )
+                return None
+            is_back = is_it and SetAside(fd, home, aside).put_back()
+        finally:
+            os.close(fd)
         why = _NO_WAY_BACK if is_it else "it is not what was set aside"
         return None if is_back else _kept(aside.name, size_bytes, why)
 
