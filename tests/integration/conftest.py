@@ -11,6 +11,7 @@ import pytest
 from kvcellar.region import leases
 from kvcellar.region.directory import RegionDirectory
 from tests.support.children import Child
+from tests.support.gpus import CUDA, build_stub
 from tests.support.sidecars import Sidecar, end_all
 from tests.support.volumes import mount_tmpfs, unmount
 
@@ -93,3 +94,12 @@ def fork() -> Iterator[Fork]:
     yield start
     for child in children:
         child.kill()
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The simulated CUDA driver, as a shared library."""
+    path = build_stub(CUDA, tmp_path_factory.mktemp("stub"))
+    if path is None:
+        pytest.skip(f"no {CUDA.header} in any environment: make venv")
+    return path

@@ -22,7 +22,7 @@ from kvcellar.region.states import RegionRequest
 from kvcellar.worker import pin
 from kvcellar.worker.attached import Region
 from kvcellar.worker.gpu_device import GpuDevice
-from tests.support.gpus import CUDA, StubGpu, build_stub
+from tests.support.gpus import CUDA, StubGpu
 from tests.support.ranks import CHUNK_BYTES, Ranks
 
 pytestmark = pytest.mark.integration
@@ -35,7 +35,7 @@ CAPACITY = 40 * MIB
 class Order:
     """How a rank is to pin its region over the simulated driver."""
 
-    library: Path
+    driver: Path
     fails_at: int = 0
     """Which registration fails, from 1."""
     is_capturing: bool = False
@@ -85,7 +85,7 @@ def pin_rank(region: Region, order: Order) -> Answer | str:
     pin.PIECE_BYTES = order.piece_bytes
     if not order.has_lock:
         pin.with_lock = lambda fd, total_bytes, step: step()
-    gpu = StubGpu(CUDA, order.library)
+    gpu = StubGpu(CUDA, order.driver)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -111,14 +111,6 @@ def pin_rank(region: Region, order: Order) -> Answer | str:
     assert gpu.count("registrations") == 0
     assert gpu.violation == ""
     return Answer(is_pinned, registered_bytes, gpu.calls_of("cuMemHostUnregister"), lines)
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = build_stub(CUDA, tmp_path_factory.mktemp("stub"))
-    if path is None:
-        pytest.skip(f"no {CUDA.header} in any environment: make venv")
-    return path
 
 
 @pytest.fixture
@@ -169,10 +161,10 @@ def all_pinned(answers: list[Answer | str]) -> list[Answer]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_rank_pins_its_own_chunks_one_at_a_time(
-    library: Path, starts: Starts, tmp_path: Path, world_size: int
+    driver: Path, starts: Starts, tmp_path: Path, world_size: int
 ) -> None:
     ranks = starts(world_size)
-    order = Order(library, marker=tmp_path / "registering")
+    order = Order(driver, marker=tmp_path / "registering")
     answers = all_pinned(pin_all(ranks, *[order] * world_size))
     stride = -(-CHUNK_BYTES // 4096) * 4096
     rank_bytes = CAPACITY // world_size // (2 * MIB) * 2 * MIB
@@ -186,24 +178,24 @@ def test_every_rank_pins_its_own_chunks_one_at_a_time(
 
 
 def test_without_the_lock_ranks_would_register_at_the_same_time(
-    library: Path, starts: Starts, tmp_path: Path
+    driver: Path, starts: Starts, tmp_path: Path
 ) -> None:
-    order = Order(library, marker=tmp_path / "registering", has_lock=False)
+    order = Order(driver, marker=tmp_path / "registering", has_lock=False)
     answers = all_pinned(pin_all(starts(4), *[order] * 4))
     assert not any(answer.is_pinned for answer in answers)
     assert "File exists" in answers[0].lines[0]
 
 
 def test_each_rank_pins_the_whole_where_it_is_the_same_for_all(
-    library: Path, starts: Starts
+    driver: Path, starts: Starts
 ) -> None:
     ranks = starts(2, layout=Layout.REPLICATED)
-    for answer in all_pinned(pin_all(ranks, Order(library), Order(library))):
+    for answer in all_pinned(pin_all(ranks, Order(driver), Order(driver))):
         assert CAPACITY - CHUNK_BYTES < answer.registered_bytes <= CAPACITY
 
 
-def test_pieces_end_between_chunks(library: Path, starts: Starts) -> None:
-    order = Order(library, piece_bytes=10 * 303_104 + 5000)
+def test_pieces_end_between_chunks(driver: Path, starts: Starts) -> None:
+    order = Order(driver, piece_bytes=10 * 303_104 + 5000)
     for answer in all_pinned(pin_all(starts(), order, order)):
         assert answer.num_registered == 7  # 69 chunks, 10 a piece
         assert answer.registered_bytes == 69 * 303_104
@@ -212,10 +204,10 @@ def test_pieces_end_between_chunks(library: Path, starts: Starts) -> None:
 @pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize("fails_at", [1, 3, 7])
 def test_a_rank_that_cannot_pin_leaves_all_unpinned_and_it_is_said_once(
-    library: Path, starts: Starts, region: OwnedRegion, failing_rank: int, fails_at: int
+    driver: Path, starts: Starts, region: OwnedRegion, failing_rank: int, fails_at: int
 ) -> None:
-    orders = [Order(library, piece_bytes=10 * 303_104) for _ in range(2)]
-    orders[failing_rank] = Order(library, piece_bytes=10 * 303_104, fails_at=fails_at)
+    orders = [Order(driver, piece_bytes=10 * 303_104) for _ in range(2)]
+    orders[failing_rank] = Order(driver, piece_bytes=10 * 303_104, fails_at=fails_at)
     answers = all_pinned(pin_all(starts(), *orders))
     assert [(answer.is_pinned, answer.registered_bytes) for answer in answers] == [(False, 0)] * 2
     assert answers[failing_rank].num_registered == fails_at - 1
@@ -227,22 +219,22 @@ def test_a_rank_that_cannot_pin_leaves_all_unpinned_and_it_is_said_once(
     assert not any(row.pinned for _, row, _ in region.snapshot().rows)
 
 
-def test_pinning_that_is_not_wanted_registers_nothing(library: Path, starts: Starts) -> None:
-    answers = all_pinned(pin_all(starts(pin=Pin.NEVER), Order(library), Order(library)))
+def test_pinning_that_is_not_wanted_registers_nothing(driver: Path, starts: Starts) -> None:
+    answers = all_pinned(pin_all(starts(pin=Pin.NEVER), Order(driver), Order(driver)))
     assert [answer.is_pinned for answer in answers] == [False, False]
     assert [answer.num_registered for answer in answers] == [0, 0]
     (line,) = answers[0].lines
     assert "KVCELLAR_PIN=never" in line
 
 
-def test_nothing_is_registered_while_a_graph_is_captured(library: Path, starts: Starts) -> None:
-    answers = all_pinned(pin_all(starts(), Order(library), Order(library, is_capturing=True)))
+def test_nothing_is_registered_while_a_graph_is_captured(driver: Path, starts: Starts) -> None:
+    answers = all_pinned(pin_all(starts(), Order(driver), Order(driver, is_capturing=True)))
     assert [answer.is_pinned for answer in answers] == [False, False]
     assert "graph is being captured" in answers[0].lines[0]
 
 
-def test_memory_that_is_not_there_is_an_error_on_all_ranks(library: Path, starts: Starts) -> None:
-    heard = pin_all(starts(), Order(library), Order(library, is_cut=True))
+def test_memory_that_is_not_there_is_an_error_on_all_ranks(driver: Path, starts: Starts) -> None:
+    heard = pin_all(starts(), Order(driver), Order(driver, is_cut=True))
     for what in heard:
         assert isinstance(what, str)
         assert "cannot read its part of region engine" in what
@@ -250,11 +242,11 @@ def test_memory_that_is_not_there_is_an_error_on_all_ranks(library: Path, starts
 
 
 def test_a_rank_that_is_killed_while_it_pins_holds_nothing_up(
-    library: Path, starts: Starts, region: OwnedRegion, tmp_path: Path
+    driver: Path, starts: Starts, region: OwnedRegion, tmp_path: Path
 ) -> None:
     ranks = starts()
-    ranks.rank[1].tell((pin_rank, Order(library, dies=True)))
-    ranks.rank[0].tell((pin_rank, Order(library)))
+    ranks.rank[1].tell((pin_rank, Order(driver, dies=True)))
+    ranks.rank[0].tell((pin_rank, Order(driver)))
     with pytest.raises(EOFError):
         ranks.rank[1].hear()
     with pytest.raises(
@@ -263,21 +255,21 @@ def test_a_rank_that_is_killed_while_it_pins_holds_nothing_up(
         ranks.rank[0].hear()
     ranks.kill()
     assert not region.held()
-    again = all_pinned(pin_all(starts(), Order(library), Order(library)))
+    again = all_pinned(pin_all(starts(), Order(driver), Order(driver)))
     assert [answer.is_pinned for answer in again] == [True, True]
 
 
 def test_a_pinned_rank_is_shown_in_its_row(
-    library: Path, starts: Starts, region: OwnedRegion
+    driver: Path, starts: Starts, region: OwnedRegion
 ) -> None:
     ranks = starts(1)
-    ranks.rank[0].tell((show_pinned, library))
+    ranks.rank[0].tell((show_pinned, driver))
     assert ranks.rank[0].hear() == "pinned"
     assert [row.pinned for _, row, is_held in region.snapshot().rows if is_held] == [True]
     ranks.kill()
 
 
-def show_pinned(region: Region, library: Path) -> str:
-    gpu = StubGpu(CUDA, library)
+def show_pinned(region: Region, driver: Path) -> str:
+    gpu = StubGpu(CUDA, driver)
     region.pin(gpu.device(0))
     return "pinned"

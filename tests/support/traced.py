@@ -26,6 +26,8 @@ from kvcellar.errors import KVCellarError
 BEGIN = "/kvcellar-mark-begin"
 END = "/kvcellar-mark-end"
 KILLED = -9
+INJECTED = "(INJECTED)"
+"""What strace writes behind a call that it made to fail."""
 
 _WAIT_CALL = "recvfrom"
 _LINE = re.compile(r"\d+ +(?P<name>\w+)\((?P<arguments>.*)")
@@ -170,19 +172,25 @@ def _live(prepare: Callable[[], Action], there: socket.socket) -> None:
     finally:
         os.access(END, os.F_OK)
     if told[0] != "done":
-        leaked = [what for fd, what in _open_files().items() if before.get(fd) != what]
+        after = _open_files()
+        leaked = [
+            name for fd, (name, file) in after.items() if before.get(fd, ("", None))[1] != file
+        ]
         told = (told[0], told[1], "|".join(leaked), told[3])
     there.send("\1".join(told).encode() + b"\0")
     there.recv(1)
 
 
-def _open_files() -> dict[int, str]:
+def _open_files() -> dict[int, tuple[str, tuple[int, int]]]:
+    """The open descriptors: the name of each, for people, and which file it is, whatever its name is by now."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}").removesuffix(" (deleted)")
-        except FileNotFoundError:  # the descriptor of the listing itself
+            status = os.fstat(fd)
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the descriptor of the listing itself
             continue
+        found[fd] = name, (status.st_dev, status.st_ino)
     return found
 
 
