@@ -61,7 +61,7 @@ def test_chunk_ids_follow_the_order_of_the_keys(index: ChunkIndex) -> None:
     loaded = index.prepare_load(keys(3, 1))
     assert loaded.dtype == np.int32
     assert loaded.tolist() == [chunk_of[key(3)], chunk_of[key(1)]]
-    assert index.chunk_ids(keys(9, 2)).tolist() == [-1, chunk_of[key(2)]]
+    assert index.chunk_ids(keys(9, 2)) == [-1, chunk_of[key(2)]]
 
 
 def test_the_chunk_ids_handed_out_belong_to_the_receiver(index: ChunkIndex) -> None:
@@ -284,18 +284,26 @@ def test_abandon_stale_frees_what_a_reset_left_and_nothing_else(index: ChunkInde
     assert index.pinned == 0
 
 
-def test_touch_and_refresh_ignore_unknown_and_pending_keys(index: ChunkIndex) -> None:
+def test_each_lookup_counts_and_other_questions_do_not(index: ChunkIndex) -> None:
+    store(index, 1)
+    index.prepare_store(keys(2))
+    for number in (1, 1, 2, 3, 3, 3):
+        index.lookup(key(number))
+    index.lookup_prefix(keys(1, 2))
+    assert index.missing(keys(3, 1, 2, 4)) == keys(3, 4)
+    assert index.lookups == (3, 1, 2)
+
+
+def test_refresh_ignores_unknown_and_pending_keys(index: ChunkIndex) -> None:
     index.prepare_store(keys(1))
-    index.touch(keys(1, 9))
     index.refresh(keys(1, 9))
     assert counts(index) == {"pending": 1, "free": 3}
 
 
-@pytest.mark.parametrize("method", ["touch", "refresh"])
-def test_touch_and_refresh_make_recent_the_head_most(index: ChunkIndex, method: str) -> None:
+def test_refresh_makes_recent_the_head_most(index: ChunkIndex) -> None:
     for number in (1, 2, 3, 4):
         store(index, number)
-    getattr(index, method)(keys(1, 2, 3, 4, 1))
+    index.refresh(keys(1, 2, 3, 4, 1))
     assert store(index, 5, 6) == keys(4, 3)
 
 
@@ -308,7 +316,6 @@ def test_without_chunks_everything_misses_and_no_store_fits(policy: PolicyName) 
     assert plan is not None
     assert plan.keys == []
     assert index.prepare_load([]).tolist() == []
-    index.touch(keys(1))
     index.refresh(keys(1))
     assert index.forget(keys(1)) == []
     index.reset()

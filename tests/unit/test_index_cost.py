@@ -107,7 +107,6 @@ def test_no_call_takes_more_steps_in_a_larger_index(policy: PolicyName) -> None:
             "lookup": steps(lambda: index.lookup(batch[0])),
             "lookup_prefix": steps(lambda: index.lookup_prefix(batch)),
             "chunk_ids": steps(lambda: index.chunk_ids(batch)),
-            "touch": steps(lambda: index.touch(batch)),
             "refresh": steps(lambda: index.refresh(batch)),
             "prepare_load": steps(lambda: index.prepare_load(batch)),
             "complete_load": steps(lambda: index.complete_load(set(batch))),

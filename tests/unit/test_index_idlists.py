@@ -1,5 +1,7 @@
 """The two structures below the chunk index."""
 
+import random
+
 import pytest
 
 from kvcellar.index import idlists
@@ -17,6 +19,23 @@ def test_ids_leave_a_list_in_the_order_in_which_they_came() -> None:
     assert lists.take(0, 2) == [1, 3]
     assert lists.take(1, 1) == [5]
     assert lists.sizes == [0, 1]
+
+
+def test_ids_move_to_the_end_one_by_one_or_in_runs() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        lists, order = IdLists(8, 2), rng.sample(range(8), 8)
+        lists.append(1, order)
+        for _ in range(4):
+            first = rng.randrange(8)
+            run = order[first : first + rng.randrange(5)]
+            moved = run + rng.choices(range(8), k=rng.randrange(4))
+            lists.move_to_end(1, moved)
+            for node in moved:
+                order.remove(node)
+                order.append(node)
+        assert lists.sizes == [0, 8]
+        assert lists.take(1, 8) == order
 
 
 def test_a_whole_list_moves_in_front_of_another() -> None:

@@ -53,13 +53,11 @@ class ArcPolicy:
         """Number of listed chunks."""
         return self._lists.sizes[RECENT] + self._lists.sizes[FREQUENT]
 
-    def use(self, chunks: Sequence[int]) -> None:
-        """Move chunks to the end of T2, the first of them last."""
-        self._promote(chunks)
-        self._lists.move_to_end(FREQUENT, chunks[::-1])
-
     def refresh(self, chunks: Sequence[int]) -> None:
         """Move chunks to the ends of their own tiers, the first of them last."""
+        if len(chunks) == 1:
+            self._lists.move_to_end(self._tier[chunks[0]], chunks)
+            return
         recent, frequent = self._split(chunks[::-1])
         if recent:
             self._lists.move_to_end(RECENT, recent)
@@ -74,6 +72,9 @@ class ArcPolicy:
 
     def release(self, chunks: Sequence[int]) -> None:
         """Append chunks to the lists of their tiers by their last use."""
+        if len(chunks) == 1:  # that of a decode step, for one
+            self._lists.append(self._tier[chunks[0]], chunks)
+            return
         recent, frequent = self._split(self._lists.by_stamp(chunks))
         if recent:
             self._lists.append(RECENT, recent)
@@ -132,13 +133,17 @@ class ArcPolicy:
         return recent, [chunk for chunk in chunks if tier_of[chunk] == FREQUENT]
 
     def _promote(self, chunks: Sequence[int]) -> None:
-        """Count those of the listed chunks that are of T1 to T2; the caller moves all or takes them out."""
+        """Count those of the listed chunks that are of T1 to T2; the caller takes all of them out."""
         tier_of = self._tier
-        recent = [chunk for chunk in chunks if tier_of[chunk] == RECENT]
-        if recent:
-            self._lists.recount(RECENT, FREQUENT, len(recent))
-            self._resident[RECENT] -= len(recent)
-            self._enter(FREQUENT, recent)
+        count = 0
+        for chunk in chunks:
+            if tier_of[chunk] == RECENT:
+                tier_of[chunk] = FREQUENT
+                count += 1
+        if count:
+            self._lists.recount(RECENT, FREQUENT, count)
+            self._resident[RECENT] -= count
+            self._resident[FREQUENT] += count
 
     def _enter(self, tier: int, chunks: Sequence[int]) -> None:
         """Count chunks to a tier."""

@@ -47,6 +47,8 @@ from kvcellar.index.states import (
     FORGOTTEN,
     FREE,
     IDLE,
+    MISS,
+    NUM_STATES,
     PINNED,
     STALE_LOAD,
     STALE_STORE,
@@ -57,6 +59,7 @@ from kvcellar.index.states import (
 
 ChunkIds = npt.NDArray[np.int32]
 """Chunk ids: (n,) int32, owned by the receiver."""
+_INT32 = np.dtype(np.int32)
 
 
 class StorePlan(NamedTuple):
@@ -93,6 +96,9 @@ class ChunkIndex:
         self._lists.append(FREE_LIST, range(num_chunks))
         self._policy = make_policy(policy, self._lists, self._table, num_chunks)
         self._states = ChunkStates(slots)
+        self._shards = self._table.shards
+        self._lookups = [0] * NUM_STATES
+        self._unknown = 0  # lookups of keys that the table does not have
         self._more_pins: dict[int, int] = {}  # pins beyond the first, of chunks that have several
         self._pinned = 0
         self._lingering = 0
@@ -140,25 +146,47 @@ class ChunkIndex:
         """Chunks evicted since the index was made; `reset` and `forget` evict nothing."""
         return self._evictions
 
+    @property
+    def lookups(self) -> tuple[int, int, int]:
+        """How often `lookup` has answered MISS, PENDING and HIT."""
+        counts = [self._unknown, 0, 0]
+        for answer, count in zip(ANSWERS, self._lookups, strict=True):
+            counts[answer] += count
+        misses, pendings, hits = counts
+        return misses, pendings, hits
+
     # --- questions --------------------------------------------------------------------------------
 
     def lookup(self, key: Key) -> Lookup:
-        """Say what is known of a key; changes nothing, recency neither."""
-        return ANSWERS[self._states.of[self._table.find(key)]]
+        """Say what is known of a key, and count the question; recency stays as it is.
+
+        A scheduler asks once for each chunk of each waiting request, so this is short at any price.
+        """
+        slot = self._shards[key[0]].get(key)
+        if slot is None:
+            self._unknown += 1
+            return MISS
+        state = self._states.of[slot]
+        self._lookups[state] += 1
+        return ANSWERS[state]
+
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of the keys that `lookup` misses; counts nothing."""
+        state_of, find = self._states.of, self._table.find
+        return [key for key in keys if ANSWERS[state_of[find(key)]] is MISS]
 
     def lookup_prefix(self, keys: Sequence[Key]) -> int:
         """Count the hits before the first key that is none; changes nothing."""
         return self._table.count_leading(keys, self._states.of, IDLE)
 
-    def chunk_ids(self, keys: Iterable[Key]) -> ChunkIds:
+    def chunk_ids(self, keys: Iterable[Key]) -> list[int]:
         """Tell the chunk that each key has, or -1, in the order of the keys; changes nothing.
 
         For reading marks that are kept by chunk, such as those of failed stores. To load, use
         `prepare_load`: a key that lookup misses can still have a chunk (see `states`).
         """
-        ids = np.array(self._table.find_all(keys), dtype=np.int32)
-        ids[ids >= self._num_chunks] = ABSENT
-        return ids
+        num_chunks = self._num_chunks
+        return [slot if slot < num_chunks else ABSENT for slot in self._table.find_all(keys)]
 
     # --- loads ------------------------------------------------------------------------------------
 
@@ -173,17 +201,17 @@ class ChunkIndex:
         Raises:
             IndexMisuse: a key is not a hit; nothing is pinned then.
         """
-        chunks = self._table.find_all(keys)
-        distinct = _distinct(chunks)
-        idle = self._states.having(distinct, IDLE)
-        if len(idle) < len(distinct):
+        chunks = self._table.find_marked(keys, self._states.of, IDLE)
+        idle = _distinct(chunks)
+        if len(chunks) < len(keys):
+            chunks = self._table.find_all(keys)
             require_loadable(keys, chunks, self._states.of)
-            for chunk in self._states.having(distinct, PINNED):
+            for chunk in self._states.having(_distinct(chunks), PINNED):
                 self._more_pins[chunk] = self._more_pins.get(chunk, 0) + 1
         self._states.change(idle, PINNED)
         self._pinned += len(idle)
         self._policy.hold(idle)
-        return np.array(chunks, dtype=np.int32)
+        return np.array(chunks, dtype=_INT32)
 
     def complete_load(self, keys: Collection[Key]) -> None:
         """Take one pin from each key of a load that is over, whatever came of it.
@@ -195,32 +223,23 @@ class ChunkIndex:
         Raises:
             IndexMisuse: no load of a key is in flight.
         """
-        chunks = self._table.find_all(keys)
-        pinned = self._states.having(chunks, PINNED)
-        if len(pinned) < len(chunks):
+        unpinned = _distinct(self._table.find_marked(keys, self._states.of, PINNED))
+        if self._more_pins or len(unpinned) < len(keys):
+            chunks = self._table.find_all(keys)
             require_pinned(keys, chunks, self._states.of)
-        unpinned = _distinct(pinned)
-        if self._more_pins or len(pinned) < len(chunks):
             unpinned = self._take_pins(_distinct(chunks))
         self._states.change(unpinned, IDLE)
         self._pinned -= len(unpinned)
         self._policy.release(unpinned)
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Count a use of keys, head of the prefix first.
-
-        Keys that are no hit are ignored, and so are pinned ones: their load counted, and they will be
-        the most recent of all when it is over.
-        """
-        self._policy.use(self._idle_among(keys))
-
     def refresh(self, keys: Iterable[Key]) -> None:
-        """Make keys recent without counting a use; for LRU the same as `touch`, which also ignores alike.
+        """Make keys recent, head of the prefix first, without counting a use.
 
         For the end of a request: it stored its prefix piece by piece, so that the head has become the
-        oldest. Once its stores are complete, this puts the head where it is evicted last.
+        oldest. Once its stores are complete, this puts the head where it is evicted last. Keys that are no
+        hit are ignored, and so are pinned ones: they will be the most recent of all when their load is over.
         """
-        self._policy.refresh(self._idle_among(keys))
+        self._policy.refresh(self._table.find_marked(keys, self._states.of, IDLE))
 
     # --- stores -----------------------------------------------------------------------------------
 
@@ -256,7 +275,7 @@ class ChunkIndex:
         self._evictions += len(evicted)
         if idle:
             self._policy.release(idle)
-        return StorePlan(new, np.array(placed, dtype=np.int32), evicted)
+        return StorePlan(new, np.array(placed, dtype=_INT32), evicted)
 
     def complete_store(self, keys: Collection[Key], failed: Collection[Key] = ()) -> list[Key]:
         """End stores: stored keys become loadable, failed ones are forgotten and their chunks freed.
@@ -274,9 +293,9 @@ class ChunkIndex:
             IndexMisuse: no store of a key is in flight, or `failed` has a key that is not in `keys`.
         """
         distinct = list(dict.fromkeys(keys))
-        chunks = self._table.find_all(distinct)
-        stored, arrived = distinct, self._states.having(chunks, WRITING)
-        if failed or len(arrived) < len(chunks):
+        stored, arrived = distinct, self._table.find_marked(distinct, self._states.of, WRITING)
+        if failed or len(arrived) < len(distinct):
+            chunks = self._table.find_all(distinct)
             lost = set(failed)
             require_storing(distinct, chunks, self._states.of)
             require_named(lost, distinct)
@@ -341,10 +360,6 @@ class ChunkIndex:
 
     # --- parts of the moves -------------------------------------------------------------------------
 
-    def _idle_among(self, keys: Iterable[Key]) -> list[int]:
-        """The idle chunks of keys, each once, in the order of the keys."""
-        return _distinct(self._table.find_marked(keys, self._states.of, IDLE))
-
     def _take_pins(self, chunks: Iterable[int]) -> list[int]:
         """Take one pin from each chunk; frees the dropped ones without further pins, returns the others."""
         unpinned = [chunk for chunk in chunks if chunk not in self._more_pins]
@@ -390,4 +405,6 @@ class ChunkIndex:
 
 def _distinct(chunks: list[int]) -> list[int]:
     """Each chunk once, in the order given."""
-    return chunks if len(set(chunks)) == len(chunks) else list(dict.fromkeys(chunks))
+    if len(chunks) < 2 or len(set(chunks)) == len(chunks):
+        return chunks
+    return list(dict.fromkeys(chunks))

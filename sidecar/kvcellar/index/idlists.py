@@ -1,7 +1,7 @@
 """Ordered lists over a fixed set of ids: every move takes the same time however many ids there are.
 
-The lists are doubly linked and *intrusive*: the links of an id are entries of two arrays made once,
-so that no move allocates, resizes or leaves an object for the garbage collector. The list a caller
+The lists are doubly linked and *intrusive*: the links of an id are entries of two Python lists made once,
+so that no move resizes anything or leaves an object for the garbage collector. The list a caller
 names is itself a node, behind the ids::
 
     node   0 .. num_ids-1                        | num_ids + list
@@ -18,11 +18,12 @@ list an id is in; nothing is checked on this level. One thread at a time.
 This module must not know what the ids stand for.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
+_NO_ID = (-1,)
 _MAX_STAMP = 2**31 - 1
-"""Stamps lie in 32-bit entries: with 64 bits the links of 100,000 ids no longer fit into a 1 MiB cache."""
+"""So that stamps stay small integers, however long an engine runs."""
 
 
 class IdLists:
@@ -35,9 +36,8 @@ class IdLists:
     def __init__(self, num_ids: int, num_lists: int) -> None:
         """Allocate everything that the lists will ever need."""
         self._num_ids = num_ids
-        nodes = range(num_ids + num_lists)
-        self._next = array("i", nodes)
-        self._prev = array("i", nodes)
+        self._next = list(range(num_ids + num_lists))
+        self._prev = self._next.copy()
         self.sizes = [0] * num_lists
         self._stamp = 0
 
@@ -64,21 +64,29 @@ class IdLists:
             prev[after] = before
         self.sizes[which] -= len(nodes)
 
-    def move_to_end(self, which: int, nodes: Sequence[int]) -> None:
-        """Put ids that are in a list at its end, in the order given."""
+    def move_to_end(self, which: int, nodes: Iterable[int]) -> None:
+        """Put ids that are in a list at its end, in the order given; one given twice is moved twice.
+
+        Ids that follow each other in the list already, as those of a prefix do, are moved as one run.
+        """
         next_, prev = self._next, self._prev
-        for node in nodes:
-            before = prev[node]
-            after = next_[node]
-            next_[before] = after
-            prev[after] = before
         head = self._num_ids + which
-        last = prev[head]
-        for node in nodes:
-            next_[last] = node
-            prev[node] = last
-            last = node
-        next_[last] = head
+        last = end = prev[head]
+        start = head
+        for node in chain(nodes, _NO_ID):
+            if next_[end] == node:
+                end = node
+                continue
+            if end != last:
+                before = prev[start]
+                after = next_[end]
+                next_[before] = after
+                prev[after] = before
+                next_[last] = start
+                prev[start] = last
+                next_[end] = head
+                last = end
+            start = end = node
         prev[head] = last
 
     def recount(self, source: int, target: int, count: int) -> None:
@@ -121,7 +129,8 @@ class IdLists:
         last = prev[target_head]
         next_[last], prev[moved[0]] = moved[0], last
         next_[moved[-1]], prev[target_head] = target_head, moved[-1]
-        self.recount(source, target, count)
+        self.sizes[source] -= count
+        self.sizes[target] += count
         return moved
 
     def stamp(self, nodes: Sequence[int]) -> None:
@@ -135,9 +144,9 @@ class IdLists:
             next_[node] = stamp
             stamp -= 1
 
-    def by_stamp(self, nodes: Sequence[int]) -> Sequence[int]:
+    def by_stamp(self, nodes: Iterable[int]) -> list[int]:
         """Put ids that are in no list in the order of their stamps, lowest first."""
-        return sorted(nodes, key=self._next.__getitem__) if len(nodes) > 1 else nodes
+        return sorted(nodes, key=self._next.__getitem__)
 
     def move_all(self, source: int, target: int) -> None:
         """Put a whole list in front of another, in constant time."""

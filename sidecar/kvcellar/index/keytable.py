@@ -28,20 +28,23 @@ class KeyTable:
     """Keys of the slots `[0, num_slots)`.
 
     Batches must not hold a key or a slot twice; nothing is checked on this level. One thread at a time.
+
+    Attributes:
+        shards: by a key's first byte, its slot by key; always these dicts, for reading only.
     """
 
     def __init__(self, num_slots: int) -> None:
         """Allocate one entry a slot; the dicts grow to their size as keys come."""
-        self._shards: list[dict[Key, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self.shards: list[dict[Key, int]] = [{} for _ in range(_NUM_SHARDS)]
         self._keys: list[Key] = [b""] * num_slots
 
     def find(self, key: Key) -> int:
         """The slot of a key, or `ABSENT`."""
-        return self._shards[key[0]].get(key, ABSENT)
+        return self.shards[key[0]].get(key, ABSENT)
 
     def find_all(self, keys: Iterable[Key]) -> list[int]:
         """The slot of each key or `ABSENT`, in the order of the keys."""
-        shards = self._shards
+        shards = self.shards
         return [shards[key[0]].get(key, ABSENT) for key in keys]
 
     def find_marked(self, keys: Iterable[Key], marks: bytearray, mark: int) -> list[int]:
@@ -49,7 +52,7 @@ class KeyTable:
 
         `marks` has one entry per slot and a spare one at its end for absent keys.
         """
-        shards = self._shards
+        shards = self.shards
         return [slot for key in keys if marks[slot := shards[key[0]].get(key, ABSENT)] == mark]
 
     def count_leading(self, keys: Sequence[Key], marks: bytearray, least: int) -> int:
@@ -57,7 +60,7 @@ class KeyTable:
 
         `marks` has one entry per slot and a spare one at its end for absent keys.
         """
-        shards = self._shards
+        shards = self.shards
         for position, key in enumerate(keys):
             if marks[shards[key[0]].get(key, ABSENT)] < least:
                 return position
@@ -73,14 +76,14 @@ class KeyTable:
 
         A slot that loses its key by this must be given another one or `clear`ed, before or after.
         """
-        shards, key_of = self._shards, self._keys
+        shards, key_of = self.shards, self._keys
         for slot, key in zip(slots, keys, strict=True):
             shards[key[0]][key] = slot
             key_of[slot] = key
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Make known keys unknown; their slots must be given others or `clear`ed, before or after."""
-        shards = self._shards
+        shards = self.shards
         for key in keys:
             del shards[key[0]][key]
 
@@ -93,6 +96,7 @@ class KeyTable:
     def retain(self, slots: Collection[int]) -> None:
         """Drop the keys of all slots but these. Time grows with the number of keys dropped."""
         kept = self.keys_of(slots)
-        self._shards = [{} for _ in range(_NUM_SHARDS)]
+        for shard in self.shards:
+            shard.clear()
         self._keys = [b""] * len(self._keys)
         self.assign(slots, kept)

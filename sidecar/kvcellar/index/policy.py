@@ -37,14 +37,11 @@ NUM_LISTS = 6
 
 
 class Policy(Protocol):
-    """What the chunk index asks of a replacement policy. Batches hold no chunk twice."""
+    """What the chunk index asks of a replacement policy. Batches hold no chunk twice, but for `refresh`."""
 
     @property
     def evictable(self) -> int:
         """Number of listed chunks."""
-
-    def use(self, chunks: Sequence[int]) -> None:
-        """Count a use of listed chunks."""
 
     def refresh(self, chunks: Sequence[int]) -> None:
         """Make listed chunks recent without counting a use."""
@@ -91,13 +88,9 @@ class LruPolicy:
         """Number of listed chunks."""
         return self._lists.sizes[RECENT]
 
-    def use(self, chunks: Sequence[int]) -> None:
+    def refresh(self, chunks: Sequence[int]) -> None:
         """Move chunks to the end of the list, the first of them last."""
         self._lists.move_to_end(RECENT, chunks[::-1])
-
-    def refresh(self, chunks: Sequence[int]) -> None:
-        """The same as a use: LRU counts none."""
-        self.use(chunks)
 
     def hold(self, chunks: Sequence[int]) -> None:
         """Take chunks out of the list."""

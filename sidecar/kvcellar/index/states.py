@@ -18,7 +18,8 @@ The legal moves stand in `chunks`, whose `ChunkIndex` makes them all.
 from collections.abc import Sequence
 from enum import IntEnum
 
-FREE, FORGOTTEN, STALE_LOAD, STALE_STORE, WRITING, IDLE, PINNED = range(7)
+NUM_STATES = 7
+FREE, FORGOTTEN, STALE_LOAD, STALE_STORE, WRITING, IDLE, PINNED = range(NUM_STATES)
 """Plain ints, not an enum, because they are compared once a key on the hot path; the order makes
 "may be loaded" one comparison: `state >= IDLE`."""
 
@@ -33,6 +34,8 @@ class Lookup(IntEnum):
     HIT = 2
     """`prepare_load` may be called."""
 
+
+MISS = Lookup.MISS
 
 ANSWERS = (*[Lookup.MISS] * 4, Lookup.PENDING, Lookup.HIT, Lookup.HIT)
 """What a lookup answers, by state."""

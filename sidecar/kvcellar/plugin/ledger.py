@@ -77,6 +77,12 @@ class Trail:
     is_cut: bool = False
     is_finished: bool = False
 
+    def note(self, keys: Iterable[Key]) -> None:
+        """Add keys; those that are there keep their places."""
+        noted = self.keys
+        for key in keys:
+            noted[key] = None
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkEvent:
@@ -112,49 +118,46 @@ class Ledger:
         policy: how chunks are replaced.
         holder: where they are; it becomes the ledger's own, which closes it.
         keeps_events: whether somebody takes the events; otherwise none are kept.
+
+    Attributes:
+        index: for lookups without a detour: vLLM makes one for each chunk of each waiting request.
+        generation: how often the ledger was reset.
     """
 
     def __init__(
         self, num_chunks: int, policy: PolicyName, holder: ChunkHolder, *, keeps_events: bool
     ) -> None:
-        self._index = ChunkIndex(num_chunks, policy)
+        self.index = ChunkIndex(num_chunks, policy)
         self._holder = holder
         self._keeps_events = keeps_events
         self._events: list[ChunkEvent] = []
-        self._lookups = dict.fromkeys(Lookup, 0)
         self._counts = LedgerCounts()
         self._published = Counters()
-        self._generation = 0
-
-    @property
-    def generation(self) -> int:
-        """How often the ledger was reset."""
-        return self._generation
+        self.generation = 0
 
     @property
     def num_chunks(self) -> int:
         """Chunks of the region."""
-        return self._index.num_chunks
+        return self.index.num_chunks
 
     @property
     def counts(self) -> LedgerCounts:
         """The figures now."""
+        misses, pendings, hits = self.index.lookups
         return replace(
             self._counts,
-            lookup_hit=self._lookups[Lookup.HIT],
-            lookup_miss=self._lookups[Lookup.MISS],
-            lookup_pending=self._lookups[Lookup.PENDING],
-            used_chunks=self._index.used_chunks,
-            evicted_chunks=self._index.evictions,
+            lookup_hit=hits,
+            lookup_miss=misses,
+            lookup_pending=pendings,
+            used_chunks=self.index.used_chunks,
+            evicted_chunks=self.index.evictions,
         )
 
     # --- loads ------------------------------------------------------------------------------------
 
     def lookup(self, key: Key) -> Lookup:
         """What is known of a key. vLLM asks again for each try to schedule a request; each counts."""
-        answer = self._index.lookup(key)
-        self._lookups[answer] += 1
-        return answer
+        return self.index.lookup(key)
 
     def prepare_load(self, keys: Collection[Key], trail: Trail) -> ChunkIds:
         """Pin chunks for a load and tell their ids, in the order of the keys.
@@ -162,8 +165,8 @@ class Ledger:
         Raises:
             IndexMisuse: a key is not a hit.
         """
-        chunks = self._index.prepare_load(keys)
-        trail.keys.update(dict.fromkeys(keys))
+        chunks = self.index.prepare_load(keys)
+        trail.note(keys)
         return chunks
 
     def complete_load(self, keys: Collection[Key], *, is_failed: bool) -> None:
@@ -172,13 +175,14 @@ class Ledger:
         Raises:
             IndexMisuse: no load of a key is in flight.
         """
-        self._index.complete_load(keys)
+        self.index.complete_load(keys)
         if is_failed:
-            dropped = self._index.forget(keys)
+            dropped = self.index.forget(keys)
             self._counts = replace(
                 self._counts, failed_load_chunks=self._counts.failed_load_chunks + len(keys)
             )
-            self._note(dropped, is_removed=True)
+            if self._keeps_events:
+                self._note(dropped, is_removed=True)
             self.publish()
 
     # --- stores -----------------------------------------------------------------------------------
@@ -188,14 +192,15 @@ class Ledger:
 
         Keys come one KV cache group after the other, head of the prefix first in each.
         """
-        trail.keys.update(dict.fromkeys(keys))
+        trail.note(keys)
         offered = [] if trail.is_cut else list(keys)
-        while (plan := self._index.prepare_store(offered)) is None:
+        while (plan := self.index.prepare_store(offered)) is None:
             offered = _heads(offered)
         if len(offered) < len(keys):
             self._cut(trail, keys, set(offered))
         trail.stores_in_flight += len(plan.keys)
-        self._note(plan.evicted, is_removed=True)
+        if self._keeps_events:
+            self._note(plan.evicted, is_removed=True)
         return plan
 
     def complete_store(self, keys: Collection[Key], trail: Trail, position_of: PositionOf) -> None:
@@ -205,13 +210,17 @@ class Ledger:
             IndexMisuse: no store of a key is in flight.
         """
         ordered = list(keys)
-        chunks = self._index.chunk_ids(ordered).tolist()
-        failed_chunks = self._holder.take_failed(chunks)
-        failed = [key for key, chunk in zip(ordered, chunks, strict=True) if chunk in failed_chunks]
-        stored = self._index.complete_store(ordered, failed)
-        self._note(stored, is_removed=False)
+        chunks = self.index.chunk_ids(ordered)
+        failed: list[Key] = []
+        if failed_chunks := self._holder.take_failed(chunks):
+            pairs = zip(ordered, chunks, strict=True)
+            failed = [key for key, chunk in pairs if chunk in failed_chunks]
+        stored = self.index.complete_store(ordered, failed)
+        if self._keeps_events:
+            self._note(stored, is_removed=False)
         trail.stores_in_flight -= len(ordered)
-        self._refresh_if_over(trail, position_of)
+        if trail.is_finished:
+            self._refresh_if_over(trail, position_of)
         if failed:
             self._counts = replace(
                 self._counts, failed_store_chunks=self._counts.failed_store_chunks + len(failed)
@@ -227,9 +236,9 @@ class Ledger:
 
     def reset(self) -> None:
         """Drop everything. Copies in flight are waited for by vLLM and never completed here."""
-        self._generation += 1
-        self._index.reset()
-        self._index.abandon_stale()
+        self.generation += 1
+        self.index.reset()
+        self.index.abandon_stale()
         # Their keys are gone; what vLLM publishes at a reset says so for all of them.
         self._events.clear()
         self.publish()
@@ -258,22 +267,25 @@ class Ledger:
 
     def _cut(self, trail: Trail, keys: Iterable[Key], offered: set[Key]) -> None:
         left_out = [key for key in keys if key not in offered]
-        new = [key for key in left_out if self._index.lookup(key) is Lookup.MISS]
+        new = self.index.missing(left_out)
         if new:
             trail.is_cut = True
             self._counts = replace(
                 self._counts, skipped_chunks=self._counts.skipped_chunks + len(new)
             )
-        self._index.touch(left_out)
+        self.index.refresh(left_out)
 
     def _refresh_if_over(self, trail: Trail, position_of: PositionOf) -> None:
         """Put the head of a finished request where it is evicted last."""
-        if trail.is_finished and not trail.stores_in_flight:
-            self._index.refresh(sorted(trail.keys, key=lambda key: position_of(key) or 0))
+        if not trail.stores_in_flight:
+            keys: Collection[Key] = trail.keys
+            if len(keys) > 1:
+                keys = sorted(keys, key=lambda key: position_of(key) or 0)
+            self.index.refresh(keys)
             trail.keys.clear()
 
     def _note(self, keys: list[Key], *, is_removed: bool) -> None:
-        if self._keeps_events and keys:
+        if keys:
             self._events.append(ChunkEvent(keys, is_removed))
 
 

@@ -4,8 +4,9 @@ Called by the scheduler's one thread. What is decided stands in `kvcellar.plugin
 types are put around it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -23,14 +24,13 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from kvcellar.index.states import Lookup
+from kvcellar.index.chunks import ChunkIds
 from kvcellar.plugin.ledger import Ledger, LedgerCounts, Trail
 
-_ANSWERS = {
-    Lookup.MISS: LookupResult.MISS,
-    Lookup.PENDING: LookupResult.HIT_PENDING,
-    Lookup.HIT: LookupResult.HIT,
-}
+_INT32 = np.dtype(np.int32)
+_MISS = LookupResult.MISS
+_ANSWERS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT)
+"""vLLM's word for each `Lookup`."""
 
 _ENABLED = "vllm:kvcellar_enabled"
 _CHUNKS = "vllm:kvcellar_chunks"
@@ -60,12 +60,17 @@ of the registry before it registers them again."""
 class ChunkSpec(BlockIDsLoadStoreSpec):
     """The chunks of a transfer, in `block_ids`; it travels from the scheduler to the workers."""
 
+    def __init__(self, block_ids: ChunkIds | Sequence[int]) -> None:
+        """Keep an array as it is, where vLLM's own class makes another one."""
+        self.block_ids = np.asarray(block_ids, dtype=_INT32)
+
 
 class RegionManager(OffloadingManager):
     """vLLM's view of the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._index = ledger.index
         self._seen = LedgerCounts()
         self._is_first = True
         self._failed_loads: Collection[str] = ()
@@ -78,7 +83,8 @@ class RegionManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk can be loaded; one whose store is in flight is worth waiting for."""
         del req_context
-        return _ANSWERS[self._ledger.lookup(key)]
+        answer = self._index.lookup(key)
+        return _ANSWERS[answer] if answer else _MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Where a hit came from, asked by vLLM 0.32; the text is the value of its enum's HOST."""
