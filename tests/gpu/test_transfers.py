@@ -262,7 +262,7 @@ class Hasty(GpuDevice):
         self, dst: Addresses, src: Addresses, sizes: Addresses, stream: Stream, direction: Direction
     ) -> None:
         super().copy_batch(dst, src, sizes, stream, direction)
-        sizes[0] += 1
+        dst[0] += 1
 
 
 class Careless(GpuDevice):

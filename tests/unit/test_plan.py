@@ -179,12 +179,12 @@ def test_no_descriptor_crosses_a_chunk_of_many_tensors_or_a_registered_piece(cas
 @given(cases(ends_on_chunks=False), st.integers(1, 3))
 def test_a_load_with_one_chunk_too_many_or_too_few_is_refused(case: Case, extra: int) -> None:
     ids = case.transfer.chunk_ids
-    more = replace(case.transfer, chunk_ids=np.append(ids, np.arange(extra, dtype=np.int32)))
+    more = case.transfer._replace(chunk_ids=np.append(ids, np.arange(extra, dtype=np.int32)))
     with pytest.raises(TransferFailed, match=f"{len(ids) + extra} chunks"):
         case.planner.load(more)
     if len(ids):
         with pytest.raises(TransferFailed, match="null blocks"):
-            case.planner.load(replace(case.transfer, chunk_ids=ids[:-1]))
+            case.planner.load(case.transfer._replace(chunk_ids=ids[:-1]))
 
 
 @given(st.data())

@@ -310,10 +310,10 @@ def _transfer(
     chunk_ids: Sequence[int] | IdArray,
 ) -> BlockTransfer:
     return BlockTransfer(
-        block_ids=np.asarray(block_ids, dtype=np.int64),
+        block_ids=np.asarray(block_ids),
         group_sizes=group_sizes,
         block_indices=block_indices,
-        chunk_ids=np.asarray(chunk_ids, dtype=np.int64),
+        chunk_ids=np.asarray(chunk_ids),
     )
 
 

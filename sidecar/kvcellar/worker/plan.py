@@ -23,7 +23,8 @@ files, devices, torch or vLLM.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,9 @@ from kvcellar.worker.chunk_layout import (
     check_tensors,
 )
 
+_INT64 = np.dtype(np.int64)
+_UINT64 = np.dtype(np.uint64)
+
 Addresses = NDArray[np.uint64]
 """Addresses or sizes in bytes, C contiguous, ready for a driver that takes raw pointers."""
 
@@ -44,9 +48,10 @@ IdArray = NDArray[np.integer]
 """Block or chunk ids of any integer type."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTransfer:
+class BlockTransfer(NamedTuple):
     """What a caller asks to be copied, in either direction; the module docstring says how it reads.
+
+    A tuple, as the two below, because each transfer makes some of them and they are made fastest.
 
     Attributes:
         block_ids: blocks on the device, one group after the other.
@@ -61,8 +66,7 @@ class BlockTransfer:
     chunk_ids: IdArray
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
+class CopyPlan(NamedTuple):
     """Copies between device and host: three arrays of the same length, one entry a descriptor.
 
     Attributes:
@@ -78,7 +82,7 @@ class CopyPlan:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Shape:
     """The tensors of a group that share stride, page and used bytes: one broadcast serves them all."""
 
@@ -87,20 +91,23 @@ class _Shape:
     stride_bytes: int
     page_bytes: int
     used_bytes: int
+    has_no_gaps: bool  # blocks that are neighbours by number are so in memory, on both sides
+    _sizes: Addresses = field(default_factory=lambda: np.empty(0, dtype=_UINT64))
 
-    @property
-    def has_no_gaps(self) -> bool:
-        """Whether blocks that are neighbours by number are neighbours in memory, on both sides."""
-        return self.stride_bytes == self.page_bytes == self.used_bytes
+    def sizes_of_blocks(self, count: int) -> Addresses:
+        """The used bytes so many times: the same array for all plans, since nobody writes to it."""
+        if len(self._sizes) < count:
+            self._sizes = np.full(count, self.used_bytes, dtype=_UINT64)
+            self._sizes.flags.writeable = False
+        return self._sizes[:count]
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
+class _Places(NamedTuple):
     """Places to copy, the same for all tensors of a group: one entry a block, or a run of blocks."""
 
     blocks: NDArray[np.int64]
     chunk_offsets: NDArray[np.int64]
-    slots: NDArray[np.int64] | int
+    slots: NDArray[np.int64] | int  # an int is 0: one block a chunk
     lengths: NDArray[np.int64] | int
 
 
@@ -134,6 +141,10 @@ class Planner:
         ]
         # Only then is the last block of a chunk next to the first of the following one.
         self._chunks_touch = len(tensors) == 1 and layout.chunk_bytes == host.stride_bytes
+        has_neighbours = layout.blocks_per_chunk > 1 or self._chunks_touch
+        self._can_merge = [
+            has_neighbours and any(shape.has_no_gaps for shape in shapes) for shapes in self._shapes
+        ]
 
     def store(self, transfer: BlockTransfer) -> CopyPlan:
         """Descriptors that bring blocks into chunks.
@@ -173,12 +184,11 @@ class Planner:
                 f"a transfer with group sizes {list(sizes)} and first blocks {list(indices)} was asked "
                 f"for; this engine has {n_groups} KV cache groups and no count is negative"
             )
-        skips = [index % self._blocks_per_chunk for index in indices]
-        needed = sum(
-            -(-(skip + size) // self._blocks_per_chunk)
-            for skip, size in zip(skips, sizes, strict=True)
-            if size
-        )
+        per_chunk, needed = self._blocks_per_chunk, 0
+        skips = [index % per_chunk for index in indices]
+        for skip, size in zip(skips, sizes, strict=True):
+            if size:
+                needed -= -(skip + size) // per_chunk
         if sum(sizes) != len(transfer.block_ids) or needed != len(transfer.chunk_ids):
             raise TransferFailed(
                 f"a transfer of {len(transfer.block_ids)} blocks and {len(transfer.chunk_ids)} chunks "
@@ -189,8 +199,8 @@ class Planner:
         return skips
 
     def _build(self, transfer: BlockTransfer, skips: Sequence[int]) -> CopyPlan:
-        blocks = np.asarray(transfer.block_ids, dtype=np.int64)
-        chunks = np.asarray(transfer.chunk_ids, dtype=np.int64)
+        blocks = np.asarray(transfer.block_ids, dtype=_INT64)
+        chunks = np.asarray(transfer.chunk_ids, dtype=_INT64)
         _check_ids("chunk", chunks, self._host.num_chunks)
         parts: list[CopyPlan] = []
         for group, (size, skip) in enumerate(zip(transfer.group_sizes, skips, strict=True)):
@@ -204,15 +214,15 @@ class Planner:
 
     def _build_group(
         self, group: int, blocks: NDArray[np.int64], chunks: NDArray[np.int64], skip: int
-    ) -> Iterable[CopyPlan]:
+    ) -> list[CopyPlan]:
         single = self._places(blocks, chunks, skip)
         runs = single
-        shapes = self._shapes[group]
-        can_merge = self._blocks_per_chunk > 1 or self._chunks_touch
-        if can_merge and any(shape.has_no_gaps for shape in shapes):
+        if self._can_merge[group]:
             runs = self._merge(single)
-        for shape in shapes:
-            yield _broadcast(shape, runs if shape.has_no_gaps else single)
+        return [
+            _broadcast(shape, runs if shape.has_no_gaps else single)
+            for shape in self._shapes[group]
+        ]
 
     def _places(self, blocks: NDArray[np.int64], chunks: NDArray[np.int64], skip: int) -> _Places:
         """One entry a block."""
@@ -226,19 +236,13 @@ class Planner:
     def _merge(self, places: _Places) -> _Places:
         """One entry a run of blocks that are neighbours on both sides."""
         blocks, offsets, slots = places.blocks, places.chunk_offsets, places.slots
-        # Inside a chunk slots only rise by one, so a slot above 0 continues the entry before it.
-        continues = np.zeros(len(blocks), dtype=bool) if isinstance(slots, int) else slots > 0
-        if self._chunks_touch:
-            is_next_chunk = offsets[1:] - offsets[:-1] == self._host.stride_bytes
-            if self._host.chunks_per_piece:
-                piece_bytes = self._host.chunks_per_piece * self._host.stride_bytes
-                is_next_chunk &= offsets[1:] % piece_bytes != 0
-            continues[1:] |= is_next_chunk
-        continues[0] = False
-        continues[1:] &= blocks[1:] - blocks[:-1] == 1
-        starts = np.flatnonzero(~continues)
-        if len(starts) == len(blocks):
+        continues = np.zeros(len(blocks), dtype=bool)
+        np.equal(blocks[1:] - blocks[:-1], 1, out=continues[1:])
+        if np.count_nonzero(continues):
+            continues[1:] &= self._continues_on_host(offsets, slots)
+        if not np.count_nonzero(continues):
             return places
+        starts = np.flatnonzero(~continues)
         ends = np.empty_like(starts)
         ends[:-1], ends[-1] = starts[1:], len(blocks)
         return _Places(
@@ -248,26 +252,44 @@ class Planner:
             lengths=ends - starts,
         )
 
+    def _continues_on_host(
+        self, offsets: NDArray[np.int64], slots: NDArray[np.int64] | int
+    ) -> NDArray[np.bool_]:
+        """Of each entry but the first, whether it lies right behind the one before it."""
+        # Inside a chunk slots only rise by one, so a slot above 0 continues the entry before it.
+        inside = np.False_ if isinstance(slots, int) else slots[1:] > 0
+        if not self._chunks_touch:
+            return np.asarray(inside)
+        is_next_chunk = offsets[1:] - offsets[:-1] == self._host.stride_bytes
+        if self._host.chunks_per_piece:
+            piece_bytes = self._host.chunks_per_piece * self._host.stride_bytes
+            is_next_chunk &= offsets[1:] % piece_bytes != 0
+        continues: NDArray[np.bool_] = is_next_chunk | inside
+        return continues
+
 
 def _broadcast(shape: _Shape, places: _Places) -> CopyPlan:
     """Every place of every tensor: tensors by places, one addition a side."""
     n_tensors, n_places = len(shape.device_bases), len(places.blocks)
-    device = shape.device_bases + (places.blocks * shape.stride_bytes).view(np.uint64)
-    host_offsets = places.chunk_offsets + places.slots * shape.page_bytes
-    host = shape.host_bases + host_offsets.view(np.uint64)
-    sizes = np.empty((n_tensors, n_places), dtype=np.uint64)
-    sizes[:] = places.lengths * shape.used_bytes
-    blocks = n_places if isinstance(places.lengths, int) else int(places.lengths.sum())
-    return CopyPlan(
-        device.ravel(), host.ravel(), sizes.ravel(), n_tensors * blocks * shape.used_bytes
-    )
+    device = shape.device_bases + (places.blocks * shape.stride_bytes).view(_UINT64)
+    host_offsets = places.chunk_offsets
+    if not isinstance(places.slots, int):
+        host_offsets = host_offsets + places.slots * shape.page_bytes
+    host = shape.host_bases + host_offsets.view(_UINT64)
+    if isinstance(places.lengths, int):
+        sizes, n_blocks = shape.sizes_of_blocks(n_tensors * n_places), n_places
+    else:
+        runs = np.empty((n_tensors, n_places), dtype=_UINT64)
+        runs[:] = places.lengths * shape.used_bytes
+        sizes, n_blocks = runs.ravel(), int(places.lengths.sum())
+    return CopyPlan(device.ravel(), host.ravel(), sizes, n_tensors * n_blocks * shape.used_bytes)
 
 
 def _concatenate(parts: Sequence[CopyPlan]) -> CopyPlan:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        empty = np.empty(0, dtype=np.uint64)
+        empty = np.empty(0, dtype=_UINT64)
         return CopyPlan(empty, empty, empty, 0)
     return CopyPlan(
         device=np.concatenate([part.device for part in parts]),
@@ -298,19 +320,20 @@ def _shapes_of(
             stride_bytes=stride_bytes,
             page_bytes=page_bytes,
             used_bytes=used_bytes,
+            has_no_gaps=stride_bytes == page_bytes == used_bytes,
         )
         for (stride_bytes, page_bytes, used_bytes), members in by_shape.items()
     ]
 
 
 def _column(addresses: Iterable[int]) -> Addresses:
-    return np.array(list(addresses), dtype=np.uint64)[:, np.newaxis]
+    return np.array(list(addresses), dtype=_UINT64)[:, np.newaxis]
 
 
 def _check_ids(what: str, ids: NDArray[np.int64], limit: int) -> None:
     """Refuse ids outside `[0, limit)`: they would become addresses of somebody else's memory."""
     # One pass instead of two: a negative number read as unsigned is above every limit.
-    if len(ids) and int(ids.view(np.uint64).max()) >= limit:
+    if len(ids) and int(np.maximum.reduce(ids.view(_UINT64))) >= limit:
         raise TransferFailed(
             f"a transfer of {what}s {ids.min()} to {ids.max()} was asked for; there are {limit} "
             f"{what}s, counted from 0: the scheduler and this worker see different geometries"
