@@ -47,7 +47,6 @@ from kvcellar.index.states import (
     FORGOTTEN,
     FREE,
     IDLE,
-    MISS,
     NUM_STATES,
     PINNED,
     STALE_LOAD,
@@ -158,22 +157,26 @@ class ChunkIndex:
     # --- questions --------------------------------------------------------------------------------
 
     def lookup(self, key: Key) -> Lookup:
-        """Say what is known of a key, and count the question; recency stays as it is.
+        """Say what is known of a key, and count the question; recency stays as it is."""
+        return ANSWERS[self.lookup_state(key)]
+
+    def lookup_state(self, key: Key) -> int:
+        """The same by state, for a caller with a table of its own in place of `ANSWERS`.
 
         A scheduler asks once for each chunk of each waiting request, so this is short at any price.
         """
         slot = self._shards[key[0]].get(key)
         if slot is None:
             self._unknown += 1
-            return MISS
+            return FREE
         state = self._states.of[slot]
         self._lookups[state] += 1
-        return ANSWERS[state]
+        return state
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
         """Those of the keys that `lookup` misses; counts nothing."""
         state_of, find = self._states.of, self._table.find
-        return [key for key in keys if ANSWERS[state_of[find(key)]] is MISS]
+        return [key for key in keys if ANSWERS[state_of[find(key)]] is Lookup.MISS]
 
     def lookup_prefix(self, keys: Sequence[Key]) -> int:
         """Count the hits before the first key that is none; changes nothing."""

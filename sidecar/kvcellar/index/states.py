@@ -35,8 +35,6 @@ class Lookup(IntEnum):
     """`prepare_load` may be called."""
 
 
-MISS = Lookup.MISS
-
 ANSWERS = (*[Lookup.MISS] * 4, Lookup.PENDING, Lookup.HIT, Lookup.HIT)
 """What a lookup answers, by state."""
 

@@ -25,12 +25,17 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvcellar.index.chunks import ChunkIds
+from kvcellar.index.states import ANSWERS, Lookup
 from kvcellar.plugin.ledger import Ledger, LedgerCounts, Trail
 
 _INT32 = np.dtype(np.int32)
-_MISS = LookupResult.MISS
-_ANSWERS = (LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT)
-"""vLLM's word for each `Lookup`."""
+_WORDS = {
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+    Lookup.HIT: LookupResult.HIT,
+}
+_ANSWERS = tuple(_WORDS[answer] for answer in ANSWERS)
+"""What vLLM is told, by a chunk's state."""
 
 _ENABLED = "vllm:kvcellar_enabled"
 _CHUNKS = "vllm:kvcellar_chunks"
@@ -83,8 +88,7 @@ class RegionManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Whether a chunk can be loaded; one whose store is in flight is worth waiting for."""
         del req_context
-        answer = self._index.lookup(key)
-        return _ANSWERS[answer] if answer else _MISS
+        return _ANSWERS[self._index.lookup_state(key)]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Where a hit came from, asked by vLLM 0.32; the text is the value of its enum's HOST."""

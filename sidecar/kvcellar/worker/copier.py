@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvcellar.contract import Direction
 from kvcellar.errors import ConfigurationError, TransferFailed
@@ -31,8 +31,7 @@ from kvcellar.worker.plan import CopyPlan
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """The result of a transfer.
 
     Attributes:

@@ -207,7 +207,8 @@ class CPUOffloadingWorker:
         finished, self._settled = self._settled, []
         for result in self._stores.poll():
             finished.append(self._finish_store(result, self._chunks_of_store.pop(result.job_id)))
-        finished += [self._finish_load(result) for result in self._loads.poll()]
+        for result in self._loads.poll():
+            finished.append(self._finish_load(result))
         return finished
 
     def wait(self, job_ids: Iterable[int]) -> None:

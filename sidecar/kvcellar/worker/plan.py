@@ -111,6 +111,10 @@ class _Places(NamedTuple):
     lengths: NDArray[np.int64] | int
 
 
+_Extent = tuple[int, int, int]
+"""Of a group: its blocks, those to leave out of its first chunk, and the chunks that it reaches into."""
+
+
 class Planner:
     """Makes copy plans for one set of tensors and one piece of host memory.
 
@@ -152,8 +156,8 @@ class Planner:
         Raises:
             TransferFailed: an id out of range, or counts that do not agree: see the module.
         """
-        skips = self._check(transfer)
-        for group, (size, skip) in enumerate(zip(transfer.group_sizes, skips, strict=True)):
+        extents = self._check(transfer)
+        for group, (size, skip, _) in enumerate(extents):
             if size > 1 and (skip + size) % self._blocks_per_chunk:
                 raise TransferFailed(
                     f"a store of {size} blocks of group {group} that begins {skip} blocks into a chunk "
@@ -161,7 +165,7 @@ class Planner:
                     "out of it and the place of the others is not known; these chunks are not kept, "
                     "and one block per chunk in the offload configuration avoids it"
                 )
-        return self._build(transfer, skips)
+        return self._build(transfer, extents)
 
     def load(self, transfer: BlockTransfer) -> CopyPlan:
         """Descriptors that bring chunks back into blocks.
@@ -171,8 +175,8 @@ class Planner:
         """
         return self._build(transfer, self._check(transfer))
 
-    def _check(self, transfer: BlockTransfer) -> list[int]:
-        """Compare all counts; the blocks to leave out of each group's first chunk."""
+    def _check(self, transfer: BlockTransfer) -> list[_Extent]:
+        """Compare all counts; what each group takes."""
         n_groups = len(self._shapes)
         sizes, indices = transfer.group_sizes, transfer.block_indices
         if (
@@ -185,10 +189,12 @@ class Planner:
                 f"for; this engine has {n_groups} KV cache groups and no count is negative"
             )
         per_chunk, needed = self._blocks_per_chunk, 0
-        skips = [index % per_chunk for index in indices]
-        for skip, size in zip(skips, sizes, strict=True):
-            if size:
-                needed -= -(skip + size) // per_chunk
+        extents: list[_Extent] = []
+        for size, index in zip(sizes, indices, strict=True):
+            skip = index % per_chunk
+            n_chunks = -(-(skip + size) // per_chunk) if size else 0
+            needed += n_chunks
+            extents.append((size, skip, n_chunks))
         if sum(sizes) != len(transfer.block_ids) or needed != len(transfer.chunk_ids):
             raise TransferFailed(
                 f"a transfer of {len(transfer.block_ids)} blocks and {len(transfer.chunk_ids)} chunks "
@@ -196,17 +202,16 @@ class Planner:
                 f"{sum(sizes)} blocks and {needed} chunks of {self._blocks_per_chunk}: null blocks "
                 "were left out, or the engine and kvcellar count chunks differently"
             )
-        return skips
+        return extents
 
-    def _build(self, transfer: BlockTransfer, skips: Sequence[int]) -> CopyPlan:
+    def _build(self, transfer: BlockTransfer, extents: list[_Extent]) -> CopyPlan:
         blocks = np.asarray(transfer.block_ids, dtype=_INT64)
         chunks = np.asarray(transfer.chunk_ids, dtype=_INT64)
         _check_ids("chunk", chunks, self._host.num_chunks)
         parts: list[CopyPlan] = []
-        for group, (size, skip) in enumerate(zip(transfer.group_sizes, skips, strict=True)):
+        for group, (size, skip, n_chunks) in enumerate(extents):
             if not size:
                 continue
-            n_chunks = -(-(skip + size) // self._blocks_per_chunk)
             _check_ids("block", blocks[:size], self._num_blocks[group])
             parts += self._build_group(group, blocks[:size], chunks[:n_chunks], skip)
             blocks, chunks = blocks[size:], chunks[n_chunks:]
@@ -236,13 +241,13 @@ class Planner:
     def _merge(self, places: _Places) -> _Places:
         """One entry a run of blocks that are neighbours on both sides."""
         blocks, offsets, slots = places.blocks, places.chunk_offsets, places.slots
-        continues = np.zeros(len(blocks), dtype=bool)
-        np.equal(blocks[1:] - blocks[:-1], 1, out=continues[1:])
-        if np.count_nonzero(continues):
-            continues[1:] &= self._continues_on_host(offsets, slots)
-        if not np.count_nonzero(continues):
+        is_next = blocks[1:] - blocks[:-1] == 1
+        if not np.count_nonzero(is_next):
             return places
-        starts = np.flatnonzero(~continues)
+        is_next &= self._continues_on_host(offsets, slots)
+        if not np.count_nonzero(is_next):
+            return places
+        starts = np.flatnonzero(np.concatenate(([True], ~is_next)))
         ends = np.empty_like(starts)
         ends[:-1], ends[-1] = starts[1:], len(blocks)
         return _Places(
