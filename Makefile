@@ -184,6 +184,11 @@ bench: system venv venv-vllm ## what a region costs an engine's start: minutes, 
 bench-operator: system-cluster venv ## the operator with 1,000 simulated pods: minutes, on a quiet machine
 	$(PY) -m bench.operator_scale
 
+BENCH_ARGS ?=
+.PHONY: bench-data-plane
+bench-data-plane: system venv-vllm ## the data plane beside vLLM's own code, in one process; BENCH_ARGS=--help: minutes
+	.venv-vllm/bin/python -m bench.data_plane $(BENCH_ARGS)
+
 # Standard library only, so any Python does.
 CLUSTER_ARGS ?= --node
 .PHONY: cluster cluster-demo cluster-down
