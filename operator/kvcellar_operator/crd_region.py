@@ -26,7 +26,7 @@ CONDITIONS: dict[Condition, str] = {
     Condition.SETTLED: "Every page is zeroed and resident.",
     Condition.ATTACHED: "A process of the engine holds the region.",
     Condition.REACHABLE: "The sidecar answered the controller's last question.",
-    Condition.DEGRADED: "The engine runs without its region, or with one that is damaged.",
+    Condition.DEGRADED: "The engine runs without its region, with one that is damaged, or cannot start.",
 }
 """What each condition says when its status is True."""
 

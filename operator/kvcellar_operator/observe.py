@@ -61,7 +61,7 @@ def observe(
         status, holds = _of_silence(pod, heard, previous)
     else:
         status = body_of.of_region(pod, heard.region)
-        holds = _conditions(heard)
+        holds = _conditions(pod, heard)
     applied = _applied(region, heard, previous, generation)
     if applied is not None:
         status["observedGeneration"] = applied
@@ -116,14 +116,14 @@ def _of_silence(
     return status, holds
 
 
-def _conditions(heard: Heard) -> dict[Condition, _Holds]:
+def _conditions(pod: PodView, heard: Heard) -> dict[Condition, _Holds]:
     region = heard.region
     return {
         Condition.RESERVED: _reserved(heard),
         Condition.SETTLED: _settled(region),
         Condition.ATTACHED: _attached(region),
         Condition.REACHABLE: _Holds("True", Why.ANSWERED),
-        Condition.DEGRADED: _degraded(heard),
+        Condition.DEGRADED: _degraded(pod, heard),
     }
 
 
@@ -157,9 +157,11 @@ def _attached(region: RegionBody) -> _Holds:
     return _Holds("True", Why.ENGINE_ATTACHED, f"{n_workers} worker(s), {n_others} scheduler(s)")
 
 
-def _degraded(heard: Heard) -> _Holds:
+def _degraded(pod: PodView, heard: Heard) -> _Holds:
     if heard.region.state == RegionState.FAILED:
         return _Holds("True", failure(heard), heard.region.reason)
+    if pod.start_message:
+        return _Holds("True", Why.START_FAILED, pod.start_message)
     return _Holds("False", Why.AS_EXPECTED)
 
 

@@ -6,7 +6,9 @@ from typing import Any
 from kvcellar.contract import (
     ANNOTATION_DESIRED,
     ANNOTATION_SKIPPED,
+    CONTAINER_PATH,
     CONTAINER_SIDECAR,
+    CONTAINER_WAIT,
     PORT_NAME,
 )
 from kvcellar_operator.engines import engine_ids_of, read_injected
@@ -17,6 +19,8 @@ _ENDED = ("Succeeded", "Failed")
 _STARTING = ("PodInitializing", "ContainerCreating")
 """Why a container waits that has nothing wrong with it. Source: pkg/kubelet of Kubernetes."""
 _MIRROR = "kubernetes.io/config.mirror"
+_MAX_LAST_WORDS = 600
+"""Of a container's message, which may be its log: the end, where it says why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class PodView:
         sidecar_port: TCP port of the sidecar.
         is_sidecar_running: as the kubelet says.
         sidecar_message: why the sidecar does not run, in the kubelet's words; "" if it does, or starts.
+        start_message: why the engine is not started: which init container of ours fails, and how; "" if none does.
         engine_restarts: restarts of the engine containers, summed.
         desired: the annotation that relays the desired state; "" without.
     """
@@ -81,6 +86,7 @@ class PodView:
     sidecar_port: int
     is_sidecar_running: bool
     sidecar_message: str
+    start_message: str
     engine_restarts: int
     desired: str
 
@@ -96,7 +102,8 @@ def view_pod(body: JsonObject) -> PodView:
     metadata, spec, status = body["metadata"], child(body, "spec"), child(body, "status")
     stamp = read_injected(body)
     sidecar = _named(items(spec, "initContainers"), CONTAINER_SIDECAR)
-    state = _named(items(status, "initContainerStatuses"), CONTAINER_SIDECAR)
+    states = items(status, "initContainerStatuses")
+    state = _named(states, CONTAINER_SIDECAR) or {}
     phase = str(status.get("phase", ""))
     return PodView(
         namespace=metadata["namespace"],
@@ -120,8 +127,9 @@ def view_pod(body: JsonObject) -> PodView:
             binding_limit=str(stamp.get("bindingLimit") or ""),
         ),
         sidecar_port=_port(sidecar or {}),
-        is_sidecar_running="running" in child(state or {}, "state"),
-        sidecar_message=_why_not(child(state or {}, "state")),
+        is_sidecar_running="running" in child(state, "state"),
+        sidecar_message=_why_not(state),
+        start_message=_why_no_start(states),
         engine_restarts=_restarts(stamp, items(status, "containerStatuses")),
         desired=annotations(body).get(ANNOTATION_DESIRED, ""),
     )
@@ -145,13 +153,40 @@ def _port(container: dict[str, Any]) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _why_not(state: dict[str, Any]) -> str:
-    for kind in ("waiting", "terminated"):
-        detail = state.get(kind)
-        if isinstance(detail, dict) and detail.get("reason") not in _STARTING:
-            parts = [str(detail.get(key)) for key in ("reason", "message") if detail.get(key)]
-            return ": ".join(parts) or kind
+def _why_not(status: dict[str, Any]) -> str:
+    """Why a container does not run. That it waits says less than what it ended with."""
+    state = child(status, "state")
+    waiting, ended = child(state, "waiting"), _end(status)
+    if "running" in state or waiting.get("reason") in _STARTING:
+        return ""
+    if ended and waiting:
+        return f"{waiting.get('reason')}, {_words(ended)}"
+    return _words(ended or waiting) if ended or waiting else ""
+
+
+def _why_no_start(statuses: list[dict[str, Any]]) -> str:
+    """What an init container of ours, which should end well, ended with instead."""
+    for status in statuses:
+        name = str(status.get("name"))
+        is_ours = name == CONTAINER_WAIT or name.startswith(CONTAINER_PATH)
+        if is_ours and (ended := _end(status)).get("exitCode"):
+            return f"init container {name} failed: {_words(ended)}"
     return ""
+
+
+def _end(status: dict[str, Any]) -> dict[str, Any]:
+    """How a container's last run ended; empty if none did."""
+    found = child(child(status, "state"), "terminated")
+    return found or child(child(status, "lastState"), "terminated")
+
+
+def _words(detail: dict[str, Any]) -> str:
+    """Reason and message, of which the last lines."""
+    message = str(detail.get("message") or "").strip()
+    if len(message) > _MAX_LAST_WORDS:
+        message = message[-_MAX_LAST_WORDS:].partition("\n")[2] or message[-_MAX_LAST_WORDS:]
+    parts = [str(part) for part in (detail.get("reason"), message) if part]
+    return ": ".join(parts) or "the kubelet gives no reason"
 
 
 def _restarts(stamp: dict[str, Any], statuses: list[dict[str, Any]]) -> int:

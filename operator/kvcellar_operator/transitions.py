@@ -46,6 +46,7 @@ def transitions(
         return _of_reachability(previous, status, heard)
     found = _of_reachability(previous, status, None)
     found += _of_state(previous, status, heard)
+    found += _of_start(previous, status)
     found += _of_engine(pod, previous, status)
     found += _of_orphans(previous, status)
     return found
@@ -96,6 +97,14 @@ def _of_failure(heard: Heard, mark: str) -> Transition:
         f"by {plan.bindingLimit}"
     )
     return _warning(Told.DOES_NOT_FIT, f"{reason} ({numbers})", mark)
+
+
+def _of_start(previous: JsonObject, status: JsonObject) -> list[Transition]:
+    before, after = (condition(each, Condition.DEGRADED) for each in (previous, status))
+    if after["reason"] != Why.START_FAILED or before.get("reason") == after["reason"]:
+        return []
+    mark = f"start-failed-since-{before.get('lastTransitionTime', 'never')}"
+    return [_warning(Told.START_FAILED, after["message"], mark)]
 
 
 def _of_engine(pod: PodView, previous: JsonObject, status: JsonObject) -> list[Transition]:

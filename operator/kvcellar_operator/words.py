@@ -23,6 +23,7 @@ class Why(StrEnum):
     RELEASED = "Released"
     REGION_FAILED = "RegionFailed"
     DOES_NOT_FIT = "DoesNotFit"
+    START_FAILED = "StartFailed"
     POD_PENDING = "PodPending"
     POD_ENDED = "PodEnded"
     POD_GONE = "PodGone"
@@ -60,6 +61,11 @@ WHYS: dict[Why, Explanation] = {
     Why.DOES_NOT_FIT: Explanation(
         "A memory limit leaves less than the region needs.",
         "Lower `capacity` in the profile, or raise the limit that the message names.",
+    ),
+    Why.START_FAILED: Explanation(
+        "An init container of kvcellar fails, so the engine is not started; the message has its last words.",
+        "kvcellar-path: the engine's image has no sh, so set `imagePythonPath: ignore` in the profile. "
+        "kvcellar-wait: do what the message asks.",
     ),
     Why.POD_PENDING: Explanation(
         "The pod, or its sidecar, has not started yet.", "Look at the pod's events if it stays."
@@ -122,6 +128,7 @@ class Told(StrEnum):
     ENGINE_ATTACHED = "EngineAttached"
     ENGINE_DETACHED = "EngineDetached"
     ENGINE_RESTARTED = "EngineRestarted"
+    START_FAILED = "StartFailed"
     SIDECAR_UNREACHABLE = "SidecarUnreachable"
     SIDECAR_REACHABLE = "SidecarReachable"
     ORPHAN_RECLAIMED = "OrphanReclaimed"
@@ -151,6 +158,10 @@ TOLD: dict[Told, Explanation] = {
     Told.ENGINE_RESTARTED: Explanation(
         "The engine came back and has its region again.",
         "Look at why it ended (`kubectl logs --previous`).",
+    ),
+    Told.START_FAILED: Explanation(
+        "An init container of kvcellar fails, so the engine is not started.",
+        "See the reason of the condition.",
     ),
     Told.SIDECAR_UNREACHABLE: Explanation(
         "The sidecar gave no answer that can be used; the condition Reachable says why.",
