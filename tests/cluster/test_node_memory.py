@@ -1,6 +1,5 @@
 """Memory on a real kubelet: what an OOM kill takes, and what a region that does not fit does."""
 
-import json
 import signal
 
 import pytest
@@ -10,14 +9,21 @@ from tests.cluster.box.access import until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.node_pods import (
+    CAPACITY_BYTES,
+    MIB,
     START_S,
+    as_admitted,
+    condition,
     container_status,
     create_pod,
     engine_pod,
     events,
     kill_container,
     make_profile,
+    memory,
+    read_pod,
     region_of,
+    run_in,
     until_checked,
     until_condition,
     until_restarted,
@@ -47,24 +53,30 @@ def test_an_engine_beyond_its_own_limit_is_killed_and_comes_back_beside_a_sideca
 # ---- a region that does not fit
 
 
-def injected_with_less(cluster: Cluster, namespace: str, limit: str) -> JsonObject:
-    """What the webhook makes of a pod, but with less memory than the region where `limit` says."""
-    create = ("create", "--dry-run=server", "--output=json", "-n", namespace, "-f", "-")
-    made: JsonObject = json.loads(
-        cluster.kubectl(*create, stdin=json.dumps(engine_pod("engine"))).stdout
-    )
-    for key in ("uid", "creationTimestamp", "managedFields"):
-        made["metadata"].pop(key, None)
-    made.pop("status", None)
+LIMITS = ("tmpfs", "container", "pod")
+"""Where a region does not fit: the volume, the sidecar's limit, and the pod's own, to which the kubelet cuts
+the volume. Each word is in the reason."""
+POD_LIMIT_BYTES = 200 * MIB
+
+
+def pod_with_less(cluster: Cluster, namespace: str, limit: str, on_failure: str) -> None:
+    """Create a pod as the webhook makes it, but with less memory than the region where `limit` says."""
+    # What is cut to the pod's limit has to leave room for the processes.
+    capacity_bytes = 256 * MIB if limit == "pod" else CAPACITY_BYTES
+    make_profile(cluster, namespace, onFailure=on_failure, capacity=str(capacity_bytes))
+    made = as_admitted(cluster, namespace, engine_pod("engine"))
     spec = made["spec"]
+    sidecar = next(each for each in spec["initContainers"] if each["name"] == "kvcellar")
     if limit == "tmpfs":
         volume = next(each for each in spec["volumes"] if each["name"] == "kvcellar-shm")
         volume["emptyDir"]["sizeLimit"] = "48Mi"
-    else:
-        sidecar = next(each for each in spec["initContainers"] if each["name"] == "kvcellar")
+    elif limit == "container":
         for each in ("limits", "requests"):
             sidecar["resources"][each]["memory"] = "60Mi"
-    return made
+    else:
+        spec["resources"] = {"limits": {"memory": str(POD_LIMIT_BYTES)}}
+        sidecar["resources"] = {"requests": {"memory": "60Mi"}}
+    create_pod(cluster, namespace, made)
 
 
 def test_a_volume_of_the_users_that_is_too_small_leaves_the_pod_as_it_is_and_says_so(
@@ -83,13 +95,12 @@ def test_a_volume_of_the_users_that_is_too_small_leaves_the_pod_as_it_is_and_say
     assert "48" in created["metadata"]["annotations"][ANNOTATION_SKIPPED]
 
 
-@pytest.mark.parametrize("limit", ["tmpfs", "container"])
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_region_that_does_not_fit_leaves_the_engine_serving_and_the_reason_everywhere(
     installed: Cluster, pod_namespace: str, limit: str
 ) -> None:
     cluster, namespace = installed, pod_namespace
-    make_profile(cluster, namespace)
-    create_pod(cluster, namespace, injected_with_less(cluster, namespace, limit))
+    pod_with_less(cluster, namespace, limit, "degrade")
 
     told = until_said(cluster, namespace, "engine", "without")
     assert limit in told["reason"]
@@ -104,13 +115,30 @@ def test_a_region_that_does_not_fit_leaves_the_engine_serving_and_the_reason_eve
         assert "running" in state["state"]
 
 
-@pytest.mark.parametrize("limit", ["tmpfs", "container"])
-def test_with_fail_an_engine_whose_region_does_not_fit_is_not_started_and_the_pod_says_why(
+def test_the_kubelet_cuts_the_volume_to_the_pods_own_limit_and_nothing_is_taken_of_it(
+    installed: Cluster, pod_namespace: str
+) -> None:
+    cluster, namespace = installed, pod_namespace
+    pod_with_less(cluster, namespace, "pod", "degrade")
+    until_said(cluster, namespace, "engine", "without")
+
+    look = (
+        "import os\nshm = os.statvfs('/dev/shm')\n"
+        "print(shm.f_blocks * shm.f_frsize, (shm.f_blocks - shm.f_bfree) * shm.f_frsize)"
+    )
+    size, used = map(int, run_in(cluster, namespace, "engine", "engine", look).split())
+    pays = memory(cluster, read_pod(cluster, namespace, "engine"))
+    assert size == pays.limit_bytes == POD_LIMIT_BYTES
+    assert used < MIB
+    assert pays.usage_bytes < POD_LIMIT_BYTES
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_with_fail_an_engine_whose_region_does_not_fit_is_not_started_and_pod_object_and_event_say_why(
     installed: Cluster, pod_namespace: str, limit: str
 ) -> None:
     cluster, namespace = installed, pod_namespace
-    make_profile(cluster, namespace, onFailure="fail")
-    create_pod(cluster, namespace, injected_with_less(cluster, namespace, limit))
+    pod_with_less(cluster, namespace, limit, "fail")
 
     def ended() -> JsonObject:
         state = container_status(cluster, namespace, "engine", "kvcellar")
@@ -120,12 +148,22 @@ def test_with_fail_an_engine_whose_region_does_not_fit_is_not_started_and_the_po
     until(ended, "the sidecar has ended", START_S)
     assert ended()["exitCode"] == 3
     assert ended()["reason"] == "Error"
-    assert limit in ended().get("message", "") or limit in until_previous(cluster, namespace)
+    assert limit in ended()["message"]
     engine = container_status(cluster, namespace, "engine", "engine")
     assert "waiting" in engine["state"]
-    assert region_of(cluster, namespace)["metadata"]["namespace"] == namespace
 
+    def says_why() -> bool:
+        told = condition(cluster, namespace, "Degraded")
+        return told.get("status") == "True" and "leaves" in told["message"]
 
-def until_previous(cluster: Cluster, namespace: str) -> str:
-    command = ("logs", "engine", "-c", "kvcellar", "--previous", "-n", namespace)
-    return cluster.kubectl(*command, check=False).stdout
+    until(says_why, "the object says which limit leaves how much", START_S)
+    until(
+        lambda: [
+            each
+            for reason in ("SidecarUnreachable", "RegionDoesNotFit")
+            for each in events(cluster, namespace, reason)
+            if "leaves" in each["message"]
+        ],
+        "an Event says which limit leaves how much",
+        START_S,
+    )

@@ -336,7 +336,7 @@ def test_a_refusal_names_what_was_asked_what_is_free_and_the_remedy() -> None:
     assert str(error) == (
         "region llama needs 1073741824 bytes (1.0 GiB), but the container memory limit leaves "
         "5227198 bytes (5.0 MiB) of 512.0 MiB free; lower KVCELLAR_CAPACITY or raise the memory "
-        "limit of the kvcellar container"
+        "limit of the kvcellar container, or of the pod if only that has one"
     )
     assert isinstance(error, DoesNotFit)
     assert (error.asked_bytes, error.free_bytes, error.binding_limit) == (GIB, 5227198, "container")

@@ -196,7 +196,11 @@ def _room(limit: Limit, promised_bytes: int, margin_bytes: int) -> int:
 
 _WORDS = {
     TMPFS: ("size of the tmpfs", "raise the sizeLimit of its volume and the pod's memory limit"),
-    CONTAINER: ("container memory limit", "raise the memory limit of the kvcellar container"),
+    # Of a container that has none, the kubelet makes the pod's limit its own.
+    CONTAINER: (
+        "container memory limit",
+        "raise the memory limit of the kvcellar container, or of the pod if only that has one",
+    ),
     CONTAINER + HIGH_SUFFIX: (
         "memory.high of the container",
         "set the memory request of the kvcellar container equal to its limit",
