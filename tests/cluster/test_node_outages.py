@@ -71,9 +71,10 @@ def test_a_sidecar_that_is_killed_adopts_the_region_and_the_engine_does_not_noti
     for number in range(1, 4):
         kill_container(cluster, namespace, "engine", "kvcellar")
         until_restarted(cluster, namespace, "engine", number, "kvcellar")
-        after = sidecar.until_ready()
+        sidecar.until_ready()
         sidecar.until_more_is_loaded()
 
+    after = sidecar.until_ready()
     for same in ("generation", "session", "reservedBytes", "settledBytes", "capacityBytes"):
         assert after[same] == before[same], same
     assert after["engineStarts"] == 1
