@@ -79,7 +79,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if not recipes.are_there():
             say("making the images of the test cluster: once, for minutes")
         with contextlib.suppress(BoxError):
-            recipes.images()
+            _make_images(needed)
+
+
+def _make_images(needed: set[str]) -> None:
+    recipes.images()
+    if "other_engines" in needed:
+        recipes.other_engines()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,11 +162,38 @@ def installed(node_box: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
         evidence.save(node_box, OPERATOR_NAMESPACE, tmp_path_factory.mktemp("operator"))
 
 
+@pytest.fixture(scope="session")
+def other_engines(node_box: Cluster) -> None:
+    """Gives the node the engine in images of other shapes."""
+    for image in recipes.other_engines():
+        node_box.node.import_image(image.archive)
+
+
 @pytest.fixture
 def pod_namespace(
     request: pytest.FixtureRequest, node_box: Cluster, tmp_path: Path
 ) -> Iterator[str]:
     """A namespace on the real node that takes restricted pods only; a failed test leaves evidence."""
+    with _restricted_namespace(node_box) as name:
+        yield name
+        if request.node.stash.get(_HAS_FAILED, False):
+            evidence.save(node_box, name, tmp_path / "evidence")
+
+
+@pytest.fixture(scope="module")
+def shared_namespace(
+    request: pytest.FixtureRequest, node_box: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """As `pod_namespace`, but one for all tests of a module."""
+    failed_before = request.session.testsfailed
+    with _restricted_namespace(node_box) as name:
+        yield name
+        if request.session.testsfailed > failed_before:
+            evidence.save(node_box, name, tmp_path_factory.mktemp("evidence"))
+
+
+@contextlib.contextmanager
+def _restricted_namespace(node_box: Cluster) -> Iterator[str]:
     name = f"kvc-test-{secrets.token_hex(4)}"
     space = {"metadata": {"name": name, "labels": _RESTRICTED}}
     node_box.api.create("/api/v1/namespaces", space)
@@ -169,8 +202,6 @@ def pod_namespace(
         f"the default ServiceAccount of namespace {name}",
     )
     yield name
-    if request.node.stash.get(_HAS_FAILED, False):
-        evidence.save(node_box, name, tmp_path / "evidence")
     pods = ("delete", "pods", "--all", "--namespace", name)
     node_box.kubectl(*pods, "--grace-period=1", timeout_s=90)
     node_box.kubectl("delete", "namespace", name, "--wait=false")

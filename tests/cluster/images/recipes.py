@@ -3,7 +3,8 @@
 - ``base``: Debian with Python, by debootstrap;
 - ``kvcellar``: the Dockerfile of this project on it, by ``make image``, as anybody makes it;
 - ``engine``: the base with numpy and the small engines of the tests;
-- ``pause``: one static program, for the sandbox of each pod.
+- ``pause``: one static program, for the sandbox of each pod;
+- ``own-path`` and ``no-shell``: the engine in images of other shapes, which few tests need.
 
 Each is made by `archives` under a lock, if there is none yet of the same content: the key in an archive's
 name is the hash of all that it is made from.
@@ -19,6 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.cluster.box.errors import BoxError
@@ -31,6 +33,10 @@ ENGINES = HERE.parent / "engines"
 REPOSITORY = "kvcellar.test"
 KVCELLAR_IMAGE = f"{REPOSITORY}/kvcellar:test"
 ENGINE_IMAGE = f"{REPOSITORY}/engine:test"
+OWN_PATH_IMAGE = f"{REPOSITORY}/engine-own-path:test"
+"""The engine with a PYTHONPATH of its image's own, which leads to `own_module`."""
+NO_SHELL_IMAGE = f"{REPOSITORY}/engine-no-shell:test"
+"""The engine without any shell."""
 
 _SUITE = "bookworm"
 _PACKAGES = "ca-certificates,libnuma1,python3,python3-venv"
@@ -48,6 +54,7 @@ COPY busybox /
 USER 65535:65535
 CMD ["/busybox", "sleep", "infinity"]
 """
+_OWN_MODULE = '"""A module that only the image\'s own PYTHONPATH leads to."""\n'
 _BUILD_TIMEOUT_S = 1800.0
 _KEPT_S = 3600.0
 """How long an archive may still be wanted by a run that began before the sources changed."""
@@ -77,15 +84,34 @@ def images() -> list[Image]:
     base = _base_key()
     return [
         _image(PAUSE_IMAGE, "pause", _key(_PAUSE_DOCKERFILE), _make_pause),
-        _image(ENGINE_IMAGE, "engine", _key(base, *_engine_inputs()), _make_engine),
+        _engine(),
         _image(KVCELLAR_IMAGE, "kvcellar", _key(base, *_kvcellar_inputs()), _make_kvcellar),
     ]
+
+
+def other_engines() -> list[Image]:
+    """The engine in images of other shapes, as `images` makes the usual ones.
+
+    Raises:
+        BoxError: one cannot be made.
+    """
+    engine = _engine()
+    made = []
+    for name, stage in ((OWN_PATH_IMAGE, "own-path"), (NO_SHELL_IMAGE, "no-shell")):
+        key = _key(engine.archive.name, HERE / "shapes.Dockerfile", _OWN_MODULE)
+        make = partial(_make_other_engine, engine, name, stage)
+        made.append(_image(name, stage, key, make))
+    return made
 
 
 def are_there() -> bool:
     """Whether `images` has nothing to make but perhaps this project's own image."""
     key = _key(_base_key(), *_engine_inputs())
     return (_cache() / f"engine-{key}.tar").exists()
+
+
+def _engine() -> Image:
+    return _image(ENGINE_IMAGE, "engine", _key(_base_key(), *_engine_inputs()), _make_engine)
 
 
 def _image(name: str, label: str, key: str, make: Callable[[Path], None]) -> Image:
@@ -183,6 +209,15 @@ def _make_engine(folder: Path) -> None:
     _buildah(
         *("build", "--tag", ENGINE_IMAGE, "--build-arg", f"BASE={base}", *secrets),
         *("--file", str(folder / "engine.Dockerfile"), str(folder)),
+    )
+
+
+def _make_other_engine(engine: Image, name: str, stage: str, folder: Path) -> None:
+    (folder / "own_module.py").write_text(_OWN_MODULE)
+    _buildah(
+        *("build", "--tag", name, "--target", stage),
+        *("--build-arg", f"ENGINE=docker-archive:{engine.archive}"),
+        *("--file", str(HERE / "shapes.Dockerfile"), str(folder)),
     )
 
 
