@@ -52,7 +52,7 @@ endef
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 # ---- environments
 
@@ -172,6 +172,10 @@ coverage: system venv ## what the tests reach of region, index and worker, by br
 soak: system-cluster venv venv-vllm venv-vllm31 vllm-pod ## the full counts of kills and repeats: long
 	$(PY) tests/run.py --soak
 
+.PHONY: soak-table
+soak-table: venv ## docs/reference/stories.md from the figures of the last make test and make soak
+	$(PY) -m tests.cluster.stories
+
 .PHONY: demo
 demo: system venv venv-vllm ## a real engine is killed and restarted, and returns the same tokens
 	.venv/bin/kvcellar demo --engine-python .venv-vllm/bin/python
@@ -228,13 +232,19 @@ IMAGE_CA ?= $(SSL_CERT_FILE)
 IMAGE_PIP_CONF ?=
 IMAGE_TOOL ?= docker podman buildah
 
-.PHONY: image
+ARCHIVE ?= dist/kvcellar.tar
+# The first that works on this machine, as $$tool.
+define with_image_tool
+tool=; \
+for each in $(IMAGE_TOOL); do \
+	if "$$each" info >/dev/null 2>&1; then tool="$$each"; break; fi; \
+done; \
+[[ -n "$$tool" ]] || { echo "none of $(IMAGE_TOOL) works here: install one" >&2; exit 1; };
+endef
+
+.PHONY: image image-push image-archive
 image: ## the image, by docker, podman or buildah; IMAGE=name:tag BASE=image IMAGE_PIP_CONF=file
-	@tool=; \
-	for each in $(IMAGE_TOOL); do \
-		if "$$each" info >/dev/null 2>&1; then tool="$$each"; break; fi; \
-	done; \
-	[[ -n "$$tool" ]] || { echo "none of $(IMAGE_TOOL) works here: install one" >&2; exit 1; }; \
+	@$(with_image_tool) \
 	secrets=(); \
 	if [[ -n "$(IMAGE_CA)" ]]; then secrets+=(--secret "id=ca,src=$(IMAGE_CA)"); fi; \
 	if [[ -n "$(IMAGE_PIP_CONF)" ]]; then secrets+=(--secret "id=pip,src=$(IMAGE_PIP_CONF)"); fi; \
@@ -242,6 +252,20 @@ image: ## the image, by docker, podman or buildah; IMAGE=name:tag BASE=image IMA
 		--build-arg "VERSION=$(VERSION)" --build-arg "REVISION=$(REVISION)" "$${secrets[@]}" .; \
 	size_of() { "$$tool" images --format '{{.Size}}' "$$1"; }; \
 	echo "$(IMAGE): $$(size_of "$(IMAGE)"), its base $(BASE): $$(size_of "$(BASE)"); made by $$tool"
+
+image-push: ## push it to the registry in its name, by the same tool; IMAGE=name:tag
+	@$(with_image_tool) "$$tool" push "$(IMAGE)"
+
+image-archive: ## write it to a file that nodes can load; IMAGE=name:tag ARCHIVE=file
+	@$(with_image_tool) \
+	mkdir -p "$$(dirname "$(ARCHIVE)")"; \
+	rm -f "$(ARCHIVE)"; \
+	if [[ "$$tool" == buildah ]]; then \
+		buildah push "$(IMAGE)" "docker-archive:$(ARCHIVE):$(IMAGE)"; \
+	else \
+		"$$tool" save --output "$(ARCHIVE)" "$(IMAGE)"; \
+	fi; \
+	echo "$(ARCHIVE): $(IMAGE), made by $$tool"
 
 .PHONY: lock
 lock: export UV_CUSTOM_COMPILE_COMMAND := make lock

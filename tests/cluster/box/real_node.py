@@ -121,7 +121,7 @@ class RunningNode:
         """Take over a node whose holder runs; `Cluster` makes it."""
         self.place = place
         self.folder = files.folder
-        self._socket = files.socket
+        self.socket = files.socket
         self._ctr_program = str(programs / "ctr")
         self._holder_pid = holder_pid
 
@@ -156,8 +156,8 @@ class RunningNode:
 
     def runtime_answers(self) -> bool:
         """Whether the container runtime can be asked."""
-        return self._socket.exists() and self._ctr("version").returncode == 0
+        return self.socket.exists() and self._ctr("version").returncode == 0
 
     def _ctr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        options = ("--address", str(self._socket), "--namespace", "k8s.io")
+        options = ("--address", str(self.socket), "--namespace", "k8s.io")
         return self.run(self._ctr_program, *options, *arguments, timeout_s=120.0)

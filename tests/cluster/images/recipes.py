@@ -104,6 +104,11 @@ def other_engines() -> list[Image]:
     return made
 
 
+def environment_of_make() -> dict[str, str]:
+    """The variables under which ``make image`` works here, where no registry is: with this base, by buildah."""
+    return _environment() | {"BASE": _make_base(), "IMAGE_TOOL": "buildah"}
+
+
 def are_there() -> bool:
     """Whether `images` has nothing to make but perhaps this project's own image."""
     key = _key(_base_key(), *_engine_inputs())
