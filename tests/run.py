@@ -31,6 +31,9 @@ CI_MAY_SKIP = (
 )
 """How the reason of a skip begins that CI lets pass: what no setup can give a machine."""
 
+FIGURES = "KVCELLAR_TEST_FIGURES"
+"""Names the variable with the file to which the tests of the stories append what they measure."""
+
 PYTEST_NOTHING_COLLECTED = 5
 """Source: pytest.ExitCode.NO_TESTS_COLLECTED."""
 
@@ -211,6 +214,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown steps {unknown}: known are {names}")
 
+    os.environ.setdefault(FIGURES, str(ROOT / ".tools" / "figures.jsonl"))
     tally = Tally()
     chosen = SOAK_STEPS if arguments.soak else STEPS
     steps = [step for step in chosen if not arguments.steps or step.name in arguments.steps]

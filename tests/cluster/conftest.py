@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.cluster import charts, evidence, traces
+from tests.cluster import charts, evidence, figures, traces
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
@@ -33,7 +33,9 @@ _NEEDS_ROOT = (
 )
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 _HAS_FAILED = pytest.StashKey[bool]()
+_HAS_PASSED = pytest.StashKey[bool]()
 _NODE_TESTS = pytest.StashKey[int]()
+_FIGURES = pytest.StashKey[figures.Figures]()
 
 
 class MakeNode(Protocol):
@@ -90,13 +92,31 @@ def _make_images(needed: set[str]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
-    item: pytest.Item,
+    item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remember that a test failed, for the fixtures that are torn down after it."""
+    """Remember what a test came to, for the fixtures that are torn down after it; write its figures."""
     report = yield
     if report.failed:
         item.stash[_HAS_FAILED] = True
+    if call.when == "call":
+        item.stash[_HAS_PASSED] = report.passed
+    if call.when == "teardown" and report.passed and item.stash.get(_HAS_PASSED, False):
+        _figures_of(item).write(item.nodeid)
     return report
+
+
+def _figures_of(item: pytest.Item) -> figures.Figures:
+    return item.stash.setdefault(_FIGURES, figures.Figures())
+
+
+@pytest.fixture
+def record_figure(request: pytest.FixtureRequest) -> figures.RecordFigure:
+    """Keeps what a test has measured, by a name, for docs/reference/stories.md."""
+
+    def record(name: str, measured: str) -> None:
+        _figures_of(request.node).more[name] = measured
+
+    return record
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -178,6 +198,8 @@ def pod_namespace(
         yield name
         if request.node.stash.get(_HAS_FAILED, False):
             evidence.save(node_box, name, tmp_path / "evidence")
+        else:
+            _figures_of(request.node).add_pods(node_box, name)
 
 
 @pytest.fixture(scope="module")

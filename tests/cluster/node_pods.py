@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from kvcellar.contract import LABEL_INJECT
+from tests.cluster import figures
 from tests.cluster.box.access import until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cgroups import MemoryGroup
@@ -150,7 +151,9 @@ def kill_container(
     container: str = "engine",
     number: signal.Signals = signal.SIGKILL,
 ) -> None:
-    for pid in container_group(cluster, namespace, name, container).pids:
+    pids = container_group(cluster, namespace, name, container).pids
+    figures.killed((namespace, name, container))
+    for pid in pids:
         os.kill(pid, number)
 
 
@@ -162,6 +165,7 @@ def until_restarted(
         return state["restartCount"] == times and "running" in state["state"]
 
     until(is_back, f"the {container} of {name} is started again for the time {times}", START_S)
+    figures.is_back((namespace, name, container))
 
 
 def files_of(cluster: Cluster, namespace: str, name: str, container: str = "kvcellar") -> list[str]:

@@ -7,6 +7,7 @@ from tests.cluster.box.access import until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cgroups import MemoryGroup
 from tests.cluster.box.cluster import Cluster
+from tests.cluster.figures import RecordFigure
 from tests.cluster.node_pods import (
     MIB,
     START_S,
@@ -76,7 +77,7 @@ def beside_the_region(group: MemoryGroup, capacity_bytes: int) -> int:
 
 @pytest.mark.parametrize("capacity_bytes", [64 * MIB, LARGE_BYTES])
 def test_the_sidecar_pays_for_the_region_and_the_engine_for_its_page_tables(
-    installed: Cluster, pod_namespace: str, capacity_bytes: int
+    installed: Cluster, pod_namespace: str, capacity_bytes: int, record_figure: RecordFigure
 ) -> None:
     cluster, namespace = installed, pod_namespace
     start(cluster, namespace, capacity_bytes)
@@ -96,9 +97,10 @@ def test_the_sidecar_pays_for_the_region_and_the_engine_for_its_page_tables(
     assert engine.stat["shmem"] < MIB
     assert engine.usage_bytes < alone + NOISE_BYTES
     assert container_status(cluster, namespace, "engine", "engine")["restartCount"] == 0
-    print(  # noqa: T201 - figures for docs/explanation/sizing.md
-        f"{capacity_bytes} bytes: sidecar {paid}, that is {beside_the_region(sidecar, capacity_bytes)} beside it; "
-        f"engine {alone}, then {engine.usage_bytes}, page tables {tables}"
+    record_figure(
+        f"a region of {capacity_bytes // MIB} MiB",
+        f"sidecar {paid / MIB:.1f} MiB, of which {beside_the_region(sidecar, capacity_bytes) / MIB:.1f} beside it, "
+        f"engine {alone / MIB:.1f}, then {engine.usage_bytes / MIB:.1f}, page tables {tables / MIB:.1f}",
     )
     # What the engine itself is first to write is its own: so these figures do tell whose a page is.
     run_in(cluster, namespace, "engine", "engine", FILE_OF_ITS_OWN)
@@ -106,7 +108,7 @@ def test_the_sidecar_pays_for_the_region_and_the_engine_for_its_page_tables(
 
 
 def test_after_a_restart_of_the_sidecar_the_pod_has_the_same_sum_and_no_container_pays(
-    installed: Cluster, pod_namespace: str
+    installed: Cluster, pod_namespace: str, record_figure: RecordFigure
 ) -> None:
     cluster, namespace = installed, pod_namespace
     made = start(cluster, namespace, LARGE_BYTES)
@@ -121,8 +123,9 @@ def test_after_a_restart_of_the_sidecar_the_pod_has_the_same_sum_and_no_containe
     assert abs(pays.usage_bytes - before) < NOISE_BYTES
     assert sidecar.usage_bytes < OVERHEAD_BYTES
     assert sum(each.usage_bytes for each in pays.children()) < pays.usage_bytes - LARGE_BYTES
-    print(  # noqa: T201 - figures for docs/explanation/sizing.md
-        f"{LARGE_BYTES} bytes: pod {before}, then {pays.usage_bytes}; new sidecar {sidecar.usage_bytes}"
+    record_figure(
+        "after a restart of the sidecar",
+        f"pod {(pays.usage_bytes - before) / MIB:+.1f} MiB, new sidecar {sidecar.usage_bytes / MIB:.1f} MiB",
     )
 
 

@@ -10,6 +10,7 @@ from tests.cluster import vllm_pods
 from tests.cluster.box.access import until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
+from tests.cluster.figures import RecordFigure
 from tests.cluster.node_pods import (
     MIB,
     START_S,
@@ -48,9 +49,7 @@ file of 48 MiB, all of whose pages it takes (23 is MADV_POPULATE_WRITE)."""
     "kills", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_an_engine_that_is_killed_at_random_moments_comes_back_each_time_in_the_same_memory(
-    installed: Cluster,
-    pod_namespace: str,
-    kills: int,
+    installed: Cluster, pod_namespace: str, kills: int, record_figure: RecordFigure
 ) -> None:
     cluster, namespace = installed, pod_namespace
     make_profile(cluster, namespace)
@@ -65,14 +64,12 @@ def test_an_engine_that_is_killed_at_random_moments_comes_back_each_time_in_the_
     files = files_of(cluster, namespace, "engine")
     before = pays.usage_bytes
     chance = random.Random(kills)
-    took_s, peak = [], before
+    peak = before
     for number in range(1, kills + 1):
         # From before it attaches to long after: an engine of Python attaches within a second.
         time.sleep(chance.uniform(0.0, 2.0))
-        killed_at = time.monotonic()
         kill_container(cluster, namespace, "engine")
         until_restarted(cluster, namespace, "engine", number)
-        took_s.append(time.monotonic() - killed_at)
         peak = max(peak, pays.usage_bytes)
     until_checked(cluster, namespace, "engine")
 
@@ -84,7 +81,7 @@ def test_an_engine_that_is_killed_at_random_moments_comes_back_each_time_in_the_
         "the object counts every restart",
         START_S,
     )
-    print(f"{kills} kills: {max(took_s):.1f} s at most, grew {peak - before} bytes")  # noqa: T201 - a figure
+    record_figure(f"growth of the pod over {kills} kills", f"{peak - before} bytes")
 
 
 def without_kvcellar(claim: str) -> JsonObject:
