@@ -379,18 +379,19 @@ class RegionKeeper:
 
     def _wait_out(self, seconds: float) -> None:
         """Wait; of a damaged region only until its last holder goes: the next engine start needs a sound one."""
+        if not self._waits_for_holder():
+            self._wait(seconds)
+            return
         deadline = time.monotonic() + seconds
-        region = self._region if self._is_damaged else None
-        was_held = region is not None and self._is_still_held(region)
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := deadline - time.monotonic()) > 0 and self._waits_for_holder():
             if self._wait(min(left_s, _HOLDER_S)):
                 return
-            if was_held and region is not None and not self._is_still_held(region):
-                return
 
-    def _is_still_held(self, region: OwnedRegion) -> bool:
+    def _waits_for_holder(self) -> bool:
+        if self._region is None or not self._is_damaged:
+            return False
         try:
-            return region.held()
+            return self._region.held()
         except (KVCellarError, OSError):
             return True
 
