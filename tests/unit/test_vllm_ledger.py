@@ -57,7 +57,7 @@ def store(ledger: Ledger, wanted: Sequence[bytes], trail: Trail | None = None) -
 
 
 def hits(ledger: Ledger, wanted: Sequence[bytes]) -> list[Lookup]:
-    return [ledger.lookup(one) for one in wanted]
+    return [ledger.index.lookup(one) for one in wanted]
 
 
 def test_a_store_in_flight_is_pending_and_loadable_once_complete() -> None:
@@ -155,7 +155,7 @@ def test_without_chunks_nothing_is_stored_and_nothing_raises() -> None:
     ledger, _ = make(0)
     assert ledger.num_chunks == 0
     assert ledger.prepare_store(keys([0, 1]), Trail()).keys == []
-    assert ledger.lookup(key(0)) is Lookup.MISS
+    assert ledger.index.lookup(key(0)) is Lookup.MISS
 
 
 def test_the_head_of_a_finished_request_is_evicted_last() -> None:
@@ -259,7 +259,7 @@ class Player:
             self.ledger.finish(trail, position_of)
 
     def begin_load(self) -> None:
-        found = [one for one in keys(range(48)) if self.ledger.lookup(one) is Lookup.HIT]
+        found = [one for one in keys(range(48)) if self.ledger.index.lookup(one) is Lookup.HIT]
         if found:
             wanted = self.rng.sample(found, self.rng.randrange(1, min(4, len(found)) + 1))
             chunks = self.ledger.prepare_load(wanted, Trail()).tolist()

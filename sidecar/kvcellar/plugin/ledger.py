@@ -27,7 +27,6 @@ from typing import Protocol
 from kvcellar.index.chunks import ChunkIds, ChunkIndex, StorePlan
 from kvcellar.index.keytable import Key
 from kvcellar.index.policies import PolicyName
-from kvcellar.index.states import Lookup
 from kvcellar.region.metadata import Counters
 
 
@@ -120,7 +119,8 @@ class Ledger:
         keeps_events: whether somebody takes the events; otherwise none are kept.
 
     Attributes:
-        index: for lookups without a detour: vLLM makes one for each chunk of each waiting request.
+        index: for lookups without a detour: vLLM makes one for each chunk of each waiting request, again for
+            each try to schedule it, and each counts.
         generation: how often the ledger was reset.
     """
 
@@ -154,10 +154,6 @@ class Ledger:
         )
 
     # --- loads ------------------------------------------------------------------------------------
-
-    def lookup(self, key: Key) -> Lookup:
-        """What is known of a key. vLLM asks again for each try to schedule a request; each counts."""
-        return self.index.lookup(key)
 
     def prepare_load(self, keys: Collection[Key], trail: Trail) -> ChunkIds:
         """Pin chunks for a load and tell their ids, in the order of the keys.
