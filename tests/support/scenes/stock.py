@@ -51,13 +51,6 @@ def join_as_vllm(path: Path, size_bytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def _short_waits() -> pytest.MonkeyPatch:
-    patch = pytest.MonkeyPatch()
-    for module in (clean, stock):
-        patch.setattr(module, "WAIT_S", WAIT_S)
-    return patch
-
-
 class Engine:
     """A process that has a file as vLLM has it, and has written to it."""
 
@@ -79,14 +72,28 @@ class Engine:
         self.child.kill()
 
 
-class _Stock(Scene):
+class _ShortWaits(Scene):
+    """A file lies aside for `WAIT_S` only, in all processes of the scene."""
+
+    def __init__(self, volume: Path, driver: Path) -> None:
+        super().__init__(volume, driver)
+        self._waits = pytest.MonkeyPatch()
+        for module in (clean, stock):
+            self._waits.setattr(module, "WAIT_S", WAIT_S)
+
+    @override
+    def end(self) -> None:
+        self._waits.undo()
+        super().end()
+
+
+class _Stock(_ShortWaits):
     """A sidecar in stock mode and an unmodified engine come next."""
 
     def __init__(self, volume: Path, driver: Path) -> None:
         super().__init__(volume, driver)
         self.file = volume / stock_name(ID)
         self.engine: Engine | None = None
-        self._waits = _short_waits()
 
     def make(self) -> Sidecar:
         """A sidecar of this region."""
@@ -124,11 +131,6 @@ class _Stock(Scene):
         assert sidecar.directory.names() == []
         assert os.listdir(self.volume) == [self.path.name]
         self.path.rmdir()
-
-    @override
-    def end(self) -> None:
-        self._waits.undo()
-        super().end()
 
 
 class StockMake(_Stock):
@@ -217,12 +219,8 @@ class StockRelease(_Stock):
         return self.make().ready().region.release
 
 
-class _Cleaned(Scene):
+class _Cleaned(_ShortWaits):
     """A file of a living vLLM and one of a dead vLLM lie in the root; the next pass of a janitor comes next."""
-
-    def __init__(self, volume: Path, driver: Path) -> None:
-        super().__init__(volume, driver)
-        self._waits = _short_waits()
 
     @override
     def before(self) -> None:
@@ -260,11 +258,6 @@ class _Cleaned(Scene):
         directory.close()
         assert os.listdir(self.volume) == [self.path.name]
         self.path.rmdir()
-
-    @override
-    def end(self) -> None:
-        self._waits.undo()
-        super().end()
 
 
 class Janitors(_Cleaned):
