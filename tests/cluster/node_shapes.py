@@ -251,9 +251,4 @@ def _is_whole(region: JsonObject) -> bool:
 
 def _loading(sidecar: NodeSidecar) -> set[str]:
     """The engines that have loaded something: one stops at a wrong byte, so that was right."""
-    found = set()
-    for name, value in sidecar.metrics().items():
-        if name.startswith("kvcellar_transfer_bytes_total{") and 'direction="load"' in name:
-            engine_id = name.partition('engine_id="')[2].partition('"')[0]
-            found |= {engine_id} if value > 0 else set()
-    return found
+    return {engine_id for engine_id, value in sidecar.loaded_bytes_by_engine().items() if value > 0}

@@ -46,12 +46,16 @@ class NodeSidecar:
         return {name: float(value) for name, _, value in lines}
 
     def loaded_bytes(self) -> float:
-        """What the engine has loaded, as far as this run of the sidecar has seen."""
-        return sum(
-            value
+        """What its engines have loaded, as far as this run of the sidecar has seen."""
+        return sum(self.loaded_bytes_by_engine().values())
+
+    def loaded_bytes_by_engine(self) -> dict[str, float]:
+        """The same of each engine, by its id."""
+        return {
+            name.partition('engine_id="')[2].partition('"')[0]: value
             for name, value in self.metrics().items()
             if name.startswith("kvcellar_transfer_bytes_total{") and 'direction="load"' in name
-        )
+        }
 
     def until_more_is_loaded(self) -> None:
         """Wait until the engine has loaded something after this call: it stops at a wrong byte."""
