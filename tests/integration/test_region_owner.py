@@ -754,6 +754,21 @@ def test_a_release_frees_all_memory(directory: RegionDirectory, volume: Path) ->
     assert used_bytes(volume) == 0
 
 
+@pytest.mark.parametrize("taken_by", [Path.touch, Path.mkdir, lambda path: path.symlink_to("it")])
+def test_a_release_frees_all_memory_although_the_name_of_its_page_is_taken(
+    directory: RegionDirectory, volume: Path, taken_by: Callable[[Path], object]
+) -> None:
+    region = make(directory)
+    page = directory.path / meta_name(ID)
+    page.unlink()
+    taken_by(page)
+
+    assert region.release()
+
+    assert directory.names() == [page.name]
+    assert used_bytes(volume) == 0
+
+
 def test_an_owner_that_forked_for_something_else_can_be_followed_by_the_next(
     directory: RegionDirectory, volume: Path, fork: Fork
 ) -> None:

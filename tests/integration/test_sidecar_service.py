@@ -420,7 +420,10 @@ def test_an_engine_that_starts_as_the_last_holder_of_a_damaged_region_goes_gets_
     ],
 )
 def test_what_takes_a_name_of_ours_is_left_alone_and_the_region_waits_for_the_name(
-    make_service: MakeService, harm: Callable[[Path], None], mend: Callable[[Path], object]
+    make_service: MakeService,
+    volume: Path,
+    harm: Callable[[Path], None],
+    mend: Callable[[Path], object],
 ) -> None:
     running = make_service()
     running.until_state(READY)
@@ -429,6 +432,7 @@ def test_what_takes_a_name_of_ours_is_left_alone_and_the_region_waits_for_the_na
     first = running.view().reason
     until(lambda: running.view().reason != first, "it says why it cannot be made anew")
     assert running.view().state is FAILED
+    assert used_bytes(volume) <= META_BYTES, "the next one has room as soon as the name is free"
 
     mend(running.directory)
 

@@ -139,14 +139,15 @@ def remove(
 ) -> None:
     """Remove a region's names: page, data, index; each only if it still leads to the very file.
 
-    The caller has shown that nobody holds it. If the page's name leads to another inode, the region
-    belongs to a later generation and nothing is touched.
+    The caller has shown that nobody holds it. What another process has put at the page's name stays, be
+    it a later generation; data and index go all the same, since their names, or the inode, are of this
+    generation alone: their memory is what the next region needs.
     """
-    if directory.unlink_if(meta_name(engine_id), meta):
-        data = (owner.data_device, owner.data_inode)
-        for name in stock.data_names(engine_id, owner):
-            directory.unlink_if(name, data)
-        directory.unlink_regular(index_name(engine_id, owner.nonce))
+    directory.unlink_if(meta_name(engine_id), meta)
+    data = (owner.data_device, owner.data_inode)
+    for name in stock.data_names(engine_id, owner):
+        directory.unlink_if(name, data)
+    directory.unlink_regular(index_name(engine_id, owner.nonce))
 
 
 def identity(fd: int) -> tuple[int, int]:
