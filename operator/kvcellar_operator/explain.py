@@ -114,6 +114,8 @@ def _stamped_lines(pod: Pod) -> list[str]:
         if text in tuple(Notice):
             explanation = REASONS[Notice(text)]
             lines += [f"  {text}: {explanation.meaning}", f"    remedy: {explanation.remedy}"]
+    if stamp.get("unknownFields"):
+        lines.append(f"  unknown fields of the profile: {_joined(stamp['unknownFields'])}")
     transfer = stamp.get("kvTransferConfig")
     for name, entry in (transfer if isinstance(transfer, dict) else {}).items():
         if isinstance(entry, dict) and entry.get("status") != "Added" and entry.get("config"):

@@ -44,7 +44,12 @@ from kvcellar_operator.pods import (
     labels,
     spec_of,
 )
-from kvcellar_operator.profile_reader import InvalidProfile, parse_profile, parse_profile_spec
+from kvcellar_operator.profile_reader import (
+    InvalidProfile,
+    parse_profile,
+    parse_profile_spec,
+    parse_served_profile,
+)
 from kvcellar_operator.profiles import Profile
 from kvcellar_operator.quantities import format_bytes
 from kvcellar_operator.reasons import REASONS, InjectionRefused, Notice, Outcome, Reason
@@ -67,6 +72,7 @@ __all__ = [
     "json_patch",
     "parse_profile",
     "parse_profile_spec",
+    "parse_served_profile",
     "skip",
     "wanted_profile",
 ]

@@ -2,10 +2,15 @@
 
 The API server checks the same by the schema and its CEL rules; this is for objects that it has not seen,
 and for an operator that is older than the CRD. Nothing is replaced by a default in silence.
+
+A field that is unknown here is somebody's typo in a file, and refused. In an object that the API server
+serves it is a field of a newer CRD, whose default the server fills into every object: refusing it would
+skip every pod while a chart is upgraded, so it is named in the profile and let be.
 """
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -27,16 +32,23 @@ class InvalidProfile(ConfigurationError):
 
 
 def parse_profile(body: Mapping[str, Any]) -> Profile:
-    """Read an OffloadProfile object, whose name becomes the profile's.
+    """Read an OffloadProfile object of a file, whose name becomes the profile's.
 
     Raises:
         InvalidProfile: with the path of the field and what is allowed.
     """
-    metadata, spec = body.get("metadata"), body.get("spec") or {}
-    name = metadata.get("name") if isinstance(metadata, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise InvalidProfile("metadata.name of the OffloadProfile is missing: give it a name")
-    return parse_profile_spec(spec, name)
+    return parse_profile_spec(body.get("spec") or {}, _name(body))
+
+
+def parse_served_profile(body: Mapping[str, Any]) -> Profile:
+    """Read an OffloadProfile that the API server serves: `unknown_fields` names those of a newer CRD.
+
+    Raises:
+        InvalidProfile: with the path of the field and what is allowed.
+    """
+    unknown: _Unknown = {}
+    profile = _profile(body.get("spec") or {}, _name(body), unknown)
+    return replace(profile, unknown_fields=tuple(sorted(unknown)))
 
 
 def parse_profile_spec(spec: object, name: str = "") -> Profile:
@@ -45,7 +57,30 @@ def parse_profile_spec(spec: object, name: str = "") -> Profile:
     Raises:
         InvalidProfile: with the path of the field and what is allowed.
     """
-    fields = _Fields(spec, "spec")
+    unknown: _Unknown = {}
+    profile = _profile(spec, name, unknown)
+    for path, known in sorted(unknown.items()):
+        raise InvalidProfile(
+            f"{path} is no field of an OffloadProfile: correct or remove it; known are "
+            f"{', '.join(known)}"
+        )
+    return profile
+
+
+_Unknown = dict[str, list[str]]
+"""Paths of fields that nothing reads, each with those that would be read in its place."""
+
+
+def _name(body: Mapping[str, Any]) -> str:
+    metadata = body.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidProfile("metadata.name of the OffloadProfile is missing: give it a name")
+    return name
+
+
+def _profile(spec: object, name: str, unknown: _Unknown) -> Profile:
+    fields = _Fields(spec, "spec", unknown)
     defaults = Profile()
     profile = Profile(
         name=name,
@@ -67,7 +102,7 @@ def parse_profile_spec(spec: object, name: str = "") -> Profile:
         vllm_argument=fields.choice("vllmArgument", defaults.vllm_argument),
         sidecar=_sidecar(fields.child("sidecar")),
     )
-    fields.refuse_others()
+    fields.note_others()
     return profile
 
 
@@ -90,26 +125,27 @@ def _sidecar(fields: "_Fields") -> SidecarOptions:
         ),
         run_as_user=user.optional_whole("runAsUser", (1, _MAX_ID)),
         run_as_group=user.optional_whole("runAsGroup", (1, _MAX_ID)),
-        env=fields.read("env", _env, defaults.env),
+        env=fields.read("env", fields.env, defaults.env),
     )
     for part in (fields, resources, user):
-        part.refuse_others()
+        part.note_others()
     return options
 
 
 class _Fields:
-    """The fields of one object, each read once; what was never read is refused at the end."""
+    """The fields of one object, each read once; what was never read is noted at the end as unknown."""
 
-    def __init__(self, value: object, path: str) -> None:
+    def __init__(self, value: object, path: str, unknown: _Unknown) -> None:
         if not isinstance(value, Mapping):
             raise InvalidProfile(f"{path} of the OffloadProfile is no object: give a map of fields")
         self._values: Mapping[str, Any] = value
         self._path = path
+        self._unknown = unknown
         self._read: set[str] = set()
 
     def child(self, name: str) -> "_Fields":
         self._read.add(name)
-        return _Fields(self._values.get(name) or {}, f"{self._path}.{name}")
+        return _Fields(self._values.get(name) or {}, f"{self._path}.{name}", self._unknown)
 
     def read(self, name: str, parse: Callable[[Any], _Value], default: _Value) -> _Value:
         self._read.add(name)
@@ -148,13 +184,19 @@ class _Fields:
             raise self.refusal(name, " or ".join(kind))
         return kind(value)
 
-    def refuse_others(self) -> None:
-        unknown = sorted(set(self._values) - self._read)
-        if unknown:
-            raise InvalidProfile(
-                f"{self._path}.{unknown[0]} is no field of an OffloadProfile: correct or remove it; known "
-                f"are {', '.join(sorted(self._read))}"
-            )
+    def env(self, value: object) -> tuple[tuple[str, str], ...]:
+        """Read a list of variables, of whose entries each has fields of its own."""
+        for number, entry in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(entry, Mapping):
+                fields = _Fields(entry, f"{self._path}.env[{number}]", self._unknown)
+                fields.note_others("name", "value")
+        return _env(value)
+
+    def note_others(self, *more: str) -> None:
+        """Note what was never read, and is not one of `more` that somebody else reads."""
+        known = self._read.union(more)
+        for name in set(self._values) - known:
+            self._unknown[f"{self._path}.{name}"] = sorted(known)
 
     def refusal(self, name: str, allowed: str) -> InvalidProfile:
         return InvalidProfile(
@@ -237,7 +279,7 @@ def _env(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _env_entry(entry: object) -> tuple[str, str]:
-    fields = entry if isinstance(entry, Mapping) and set(entry) <= {"name", "value"} else {}
+    fields = entry if isinstance(entry, Mapping) else {}
     name, text = fields.get("name"), fields.get("value", "")
     is_name = isinstance(name, str) and re.fullmatch("[-._A-Za-z][-._A-Za-z0-9]*", name)
     if not is_name or not isinstance(text, str):

@@ -119,6 +119,7 @@ class Profile:
         image_python_path: what happens to a PYTHONPATH of the engine's image.
         vllm_argument: when `--kv-transfer-config` is added.
         sidecar: how the sidecar's container is made.
+        unknown_fields: paths of fields of a newer CRD, which this version goes without.
     """
 
     name: str = ""
@@ -141,6 +142,7 @@ class Profile:
     image_python_path: ImagePythonPath = ImagePythonPath.PRESERVE
     vllm_argument: VllmArgument = VllmArgument.AUTO
     sidecar: SidecarOptions = field(default_factory=SidecarOptions)
+    unknown_fields: tuple[str, ...] = ()
 
     @property
     def gate(self) -> StartGate:

@@ -68,6 +68,7 @@ class Notice(StrEnum):
     SHM_CLAMPED = "ShmClamped"
     HOST_NETWORK_PORT = "HostNetworkPort"
     SUPPLEMENTAL_GROUP = "SupplementalGroup"
+    PROFILE_NEWER = "ProfileNewer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,12 @@ REASONS: dict[Reason | Notice, Explanation] = {
         "A group was added to the pod's supplementalGroups, so that engine and sidecar share the region's "
         "files.",
         "Set `securityContext.fsGroup`, or `runAsUser`, if you want another one.",
+    ),
+    Notice.PROFILE_NEWER: Explanation(
+        "The profile has fields of a newer CRD, which the webhook does not know: `unknownFields` in the "
+        "annotation names them. The pod was injected without them.",
+        "Upgrade the operator to the CRDs' release (`helm upgrade`); then create the pod anew if it needs "
+        "the fields.",
     ),
 }
 """Every reason and notice, in the order of the enumerations."""

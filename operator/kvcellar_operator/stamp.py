@@ -38,6 +38,7 @@ def notices(
         Notice.SHM_CLAMPED: headroom is not None and headroom < parts.sizing.headroom_bytes,
         Notice.HOST_NETWORK_PORT: parts.is_host_network,
         Notice.SUPPLEMENTAL_GROUP: parts.identity.added_group is not None,
+        Notice.PROFILE_NEWER: bool(parts.profile.unknown_fields),
     }
     told = [argument.notice for argument in decided.values() if argument.notice is not None]
     return tuple(dict.fromkeys([*told, *(notice for notice, holds in found.items() if holds)]))
@@ -71,4 +72,6 @@ def injected_stamp(
             for name, argument in decided.items()
         },
     }
+    if parts.profile.unknown_fields:
+        stamp["unknownFields"] = list(parts.profile.unknown_fields)
     return json.dumps(stamp, separators=(",", ":"))

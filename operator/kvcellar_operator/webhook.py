@@ -24,7 +24,7 @@ from kvcellar_operator.cluster import Api, ApiFailure
 from kvcellar_operator.config import WebhookSettings
 from kvcellar_operator.connection import Connection
 from kvcellar_operator.http_server import health_app, listen, serving
-from kvcellar_operator.inject import InvalidProfile, Profile, parse_profile
+from kvcellar_operator.inject import InvalidProfile, Profile, parse_served_profile
 from kvcellar_operator.metrics import WebhookMetrics
 from kvcellar_operator.objects import JsonObject, Key
 from kvcellar_operator.serving import LiveCertificate, SecretName, SharedSecret, follow_files
@@ -82,11 +82,18 @@ class Profiles:
 
 def _parsed(body: JsonObject) -> Profile | InvalidProfile:
     """A profile, or why it is none: a bad one must not hide the good ones."""
+    name = body["metadata"]["name"]
     try:
-        return parse_profile(body)
+        profile = parse_served_profile(body)
     except InvalidProfile as error:
-        logger.warning("OffloadProfile %s cannot be used: %s", body["metadata"]["name"], error)
+        logger.warning("OffloadProfile %s cannot be used: %s", name, error)
         return error
+    if profile.unknown_fields:
+        logger.warning(
+            "OffloadProfile %s is of a newer CRD: its pods are injected without %s; upgrade the operator",
+            *(name, ", ".join(profile.unknown_fields)),
+        )
+    return profile
 
 
 def create_app(decide: Decide, max_body_bytes: int, metrics: WebhookMetrics) -> FastAPI:

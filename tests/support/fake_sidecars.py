@@ -110,11 +110,14 @@ class FakeSidecar:
     contract_version: int | None = CONTRACT_VERSION
     """None: as a sidecar that is older than this key."""
     version: str = "0.0.1"
+    more: dict[str, Any] = field(default_factory=dict)
+    """Keys of a later release, in the body and in each region."""
 
     def body(self, path: str) -> tuple[int, Any]:
         """Status and JSON of an answer."""
         if path == "/v1/regions":
-            regions = {"regions": to_json(RegionsBody(self.regions))["regions"]}
+            told = to_json(RegionsBody(self.regions))["regions"]
+            regions = self.more | {"regions": [each | self.more for each in told]}
             if self.contract_version is None:
                 return 200, regions
             return 200, {

@@ -172,6 +172,13 @@ def test_an_answer_is_read(fake: FakeSidecar) -> None:
     assert asking(lambda sidecars: sidecars.ask_regions(view)) == {"7b0c": fake.regions[0]}
 
 
+def test_keys_of_a_later_release_of_the_same_contract_are_let_be(fake: FakeSidecar) -> None:
+    fake.regions = [attached("7b0c", workers=2)]
+    fake.more = {"ofTheNextRelease": {"any": 1}}
+    view = pod(fake.ip)
+    assert asking(lambda sidecars: sidecars.ask_regions(view)) == {"7b0c": fake.regions[0]}
+
+
 @pytest.mark.parametrize(
     ("manner", "why"),
     [

@@ -87,3 +87,13 @@ def test_a_file_that_is_no_manifest_ends_with_2(
     manifest.write_text(text)
     assert main(["inject", "-f", str(manifest)]) == 2
     assert str(manifest) in capsys.readouterr().err
+
+
+def test_a_field_that_no_profile_has_is_a_typo_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "profile.yaml"
+    profile = {"kind": "OffloadProfile", "metadata": {"name": "a"}, "spec": {"capacityy": "1Gi"}}
+    manifest.write_text(yaml.safe_dump(profile))
+    assert main(["inject", "-f", str(manifest)]) == 2
+    assert "spec.capacityy is no field" in capsys.readouterr().err

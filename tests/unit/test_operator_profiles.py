@@ -1,12 +1,18 @@
 """OffloadProfiles as values: defaults, what is read, what is refused with which words."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from kvcellar.contract import Contents, Janitor, Mode, OnFailure, StartGate
-from kvcellar_operator.profile_reader import InvalidProfile, parse_profile, parse_profile_spec
+from kvcellar_operator.profile_reader import (
+    InvalidProfile,
+    parse_profile,
+    parse_profile_spec,
+    parse_served_profile,
+)
 from kvcellar_operator.profiles import Capacity, ImagePythonPath, Profile, VllmArgument
 
 GIB = 2**30
@@ -137,6 +143,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sidecar": {"env": [{"name": "1 A"}]}}, "name: NAME"),
     ({"sidecar": {"env": [{"name": "A", "value": 1}]}}, "name: NAME"),
     ({"sidecar": {"env": {"A": "a"}}}, "name: NAME"),
+    ({"sidecar": {"env": [{"name": "A", "text": "a"}]}}, r"spec.sidecar.env\[0\].text is no field"),
 ]
 
 
@@ -146,10 +153,55 @@ def test_what_cannot_be_used_is_refused_with_its_path(spec: dict[str, Any], word
         parse_profile_spec(spec)
 
 
+NEWER = {
+    "engines": 2,
+    "ofTheNextRelease": "usual",
+    "sidecar": {
+        "more": 1,
+        "resources": {"gpus": 0},
+        "securityContext": {"label": "x"},
+        "env": [{"name": "A", "value": "a"}, {"name": "B", "value": "b", "optional": False}],
+    },
+}
+
+
+def test_fields_of_a_newer_crd_are_let_be_and_named_in_what_the_api_server_serves() -> None:
+    served = parse_served_profile({"metadata": {"name": "a"}, "spec": NEWER})
+
+    assert served.unknown_fields == (
+        "spec.ofTheNextRelease",
+        "spec.sidecar.env[1].optional",
+        "spec.sidecar.more",
+        "spec.sidecar.resources.gpus",
+        "spec.sidecar.securityContext.label",
+    )
+    assert (served.name, served.engines) == ("a", 2)
+    assert served.sidecar.env == (("A", "a"), ("B", "b"))
+
+
+@pytest.mark.parametrize("field", sorted(NEWER.keys() - {"engines"}))
+def test_the_same_fields_are_typos_in_a_file(field: str) -> None:
+    with pytest.raises(
+        InvalidProfile, match=r"is no field of an OffloadProfile: correct or remove"
+    ):
+        parse_profile({"metadata": {"name": "a"}, "spec": {field: NEWER[field]}})
+
+
+@pytest.mark.parametrize(("spec", "words"), [each for each in BAD if "is no field" not in each[1]])
+def test_what_cannot_be_used_is_refused_in_what_the_api_server_serves_too(
+    spec: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidProfile, match=words):
+        parse_served_profile({"metadata": {"name": "a"}, "spec": spec})
+
+
+@pytest.mark.parametrize("parse", [parse_profile, parse_served_profile])
 @pytest.mark.parametrize("body", [{}, {"metadata": {}}, {"metadata": {"name": 3}}])
-def test_a_profile_without_a_name_is_none(body: dict[str, Any]) -> None:
+def test_a_profile_without_a_name_is_none(
+    body: dict[str, Any], parse: Callable[[dict[str, Any]], Profile]
+) -> None:
     with pytest.raises(InvalidProfile, match="name"):
-        parse_profile(body)
+        parse(body)
 
 
 @pytest.mark.parametrize("spec", [[], "x", 3])

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from kvcellar.contract import ANNOTATION_INJECTED, ANNOTATION_SKIPPED, CONTAINER_SIDECAR
 from kvcellar_operator import admission
 from kvcellar_operator.admission import ProfileUnavailable, answer
+from kvcellar_operator.explain import explain_pod
 from kvcellar_operator.inject import InjectSettings, InvalidProfile, Profile, parse_profile
 from kvcellar_operator.metrics import WebhookMetrics
 from kvcellar_operator.objects import key_of
@@ -248,6 +249,26 @@ def test_a_bad_profile_does_not_hide_a_good_one() -> None:
     assert profiles.find("elsewhere", "good") is None
     with pytest.raises(InvalidProfile, match="engines"):
         profiles.find("engines", "bad")
+
+
+def test_a_pod_is_injected_by_a_profile_with_a_field_of_a_newer_crd_and_says_which() -> None:
+    profiles = Profiles([])
+    cache = profiles.caches[0]
+    cache.is_synced = True
+    body = profile_object("default", engines=2, ofTheNextRelease="usual")
+    cache.objects[key_of(body)] = cache._keep(body)
+
+    before = pod()
+    decided = answer(review(before), profiles.find, SETTINGS)
+
+    assert (decided.outcome, decided.reason) == (Outcome.INJECTED, Reason.INJECTED)
+    after = patched(before, decided.body["response"])
+    stamp = json.loads(after["metadata"]["annotations"][ANNOTATION_INJECTED])
+    assert "ProfileNewer" in stamp["notices"]
+    assert stamp["unknownFields"] == ["spec.ofTheNextRelease"]
+    told = explain_pod(after)
+    assert "spec.ofTheNextRelease" in told
+    assert "Upgrade the operator" in told
 
 
 @pytest.mark.parametrize(
