@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.daemon.keeper import WATCH_S
 from kvcellar.errors import ConfigurationError
 from kvcellar_operator.config import ControllerSettings, WebhookSettings, parse
 from kvcellar_operator.connection import Connection
@@ -178,3 +179,8 @@ def test_a_login_that_cannot_be_read_again_leaves_the_old_one() -> None:
     connection = Connection(read)
     connection._read_again(0.0)
     assert connection.server == "https://here"
+
+
+def test_damage_reaches_the_object_within_five_seconds_by_default() -> None:
+    """From the damage to the sidecar's next look, and from there to the operator's: docs/explanation/failures.md."""
+    assert WATCH_S + controller().poll_s < 5
