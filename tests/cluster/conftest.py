@@ -25,7 +25,7 @@ from tests.cluster.box.errors import ApiError, BoxError, NoGoToolchain
 from tests.cluster.box.programs import programs, programs_folder
 from tests.cluster.box.settings import Settings
 from tests.cluster.charts import OPERATOR_NAMESPACE, delete_crds
-from tests.cluster.images import recipes
+from tests.cluster.images import bumped, recipes
 
 _KUBECONFIG = "KVCELLAR_TEST_KUBECONFIG"
 _NEEDS_ROOT = (
@@ -88,6 +88,8 @@ def _make_images(needed: set[str]) -> None:
     recipes.images()
     if "other_engines" in needed:
         recipes.other_engines()
+    if "other_release" in needed:
+        bumped.image()
 
 
 @pytest.hookimpl(wrapper=True)

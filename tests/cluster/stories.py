@@ -76,8 +76,9 @@ STORIES = (
     Story(6, "pods of every shape", ("test_node_shapes.py",)),
     Story(
         7,
-        "upgrades, rollbacks, and mixtures of releases: with simulated pods only",
+        "upgrades, rollbacks, rolled Deployments, and mixtures of releases",
         (
+            "test_node_upgrades.py",
             "test_chart.py::test_a_release_is_installed_upgraded",
             "test_controller_process.py::test_a_sidecar_of_another_contract",
         ),

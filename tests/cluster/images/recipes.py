@@ -104,6 +104,30 @@ def other_engines() -> list[Image]:
     return made
 
 
+def image_on(
+    base: Image, name: str, label: str, inputs: Iterable[str | Path], fill: Callable[[Path], None]
+) -> Image:
+    """An image on top of another, made if there is none yet of the same content.
+
+    Args:
+        base: what it is made on: the build argument BASE of its Dockerfile.
+        name: of the image, with registry and tag.
+        label: the first part of its archive's name.
+        inputs: what its content depends on besides the base.
+        fill: puts its Dockerfile, and what that takes, into a folder.
+
+    Raises:
+        BoxError: it cannot be made.
+    """
+
+    def make(folder: Path) -> None:
+        fill(folder)
+        under = f"BASE=docker-archive:{base.archive}"
+        _buildah("build", "--tag", name, "--build-arg", under, str(folder))
+
+    return _image(name, label, _key(base.archive.name, *inputs), make)
+
+
 def environment_of_make() -> dict[str, str]:
     """The variables under which ``make image`` works here, where no registry is: with this base, by buildah."""
     return _environment() | {"BASE": _make_base(), "IMAGE_TOOL": "buildah"}
