@@ -88,7 +88,11 @@ STORIES = (
     Story(
         10,
         "the network policy as it is rendered: nothing in the box enforces one",
-        ("test_chart_kubectl.py::test_kubectl_takes_what_helm_template_writes",),
+        (
+            "test_node_policy.py",
+            "test_chart_rendering.py::test_a_network_policy",
+            "test_chart_kubectl.py::test_kubectl_takes_what_helm_template_writes",
+        ),
     ),
 )
 

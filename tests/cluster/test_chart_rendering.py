@@ -175,6 +175,40 @@ def test_what_needs_the_crds_of_others_is_off_by_default(box: Cluster) -> None:
     assert groups(EVERYTHING) - groups({}) - own == {"cert-manager.io", "monitoring.coreos.com"}
 
 
+def test_a_network_policy_lets_in_what_its_pods_listen_on_and_nothing_else(box: Cluster) -> None:
+    # As it is rendered: nothing in the box enforces one.
+    egress = EVERYTHING["networkPolicy"]["egress"]
+    for values, more in (
+        ({"networkPolicy": {"enabled": True}}, {}),
+        (EVERYTHING, {"egress": egress}),
+    ):
+        objects = rendered(box, values)
+        deployments = of_kind(objects, "Deployment")
+        policies = of_kind(objects, "NetworkPolicy")
+        assert policies.keys() == deployments.keys()
+        for name, policy in policies.items():
+            spec = policy["spec"]
+            assert selected_by(spec["podSelector"], deployments) == {name}
+            told = {key: spec[key] for key in spec.keys() - {"podSelector", "ingress"}}
+            kinds = ["Ingress", *(["Egress"] if more else [])]
+            assert told == {"policyTypes": kinds, **more}
+            (rule,) = spec["ingress"]
+            assert rule.keys() == {"ports"}
+            listened = {each["containerPort"] for each in container(deployments[name])["ports"]}
+            assert {each["port"] for each in rule["ports"]} == listened
+    assert of_kind(rendered(box), "NetworkPolicy") == {}
+
+
+def selected_by(selector: JsonObject, deployments: dict[str, JsonObject]) -> set[str]:
+    """The Deployments whose pods a selector by labels takes."""
+    wanted = selector["matchLabels"].items()
+    return {
+        name
+        for name, each in deployments.items()
+        if wanted <= each["spec"]["template"]["metadata"]["labels"].items()
+    }
+
+
 def test_a_changed_default_profile_starts_the_webhook_anew(box: Cluster) -> None:
     hashes = {
         json.dumps(
