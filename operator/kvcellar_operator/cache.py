@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 3.0)
 """Short to the end: an API server that comes back should be noticed within seconds."""
 
+_LEAST_WATCH_S = 1.0
+"""From one watch to the next, and so to the next list: an API server, or a proxy before it, that ends each at
+once would be asked as fast as it answers."""
+
 _T = TypeVar("_T")
 
 
@@ -53,11 +57,11 @@ class Cache(Generic[_T]):
         """Keep the copy up until cancelled."""
         while True:
             try:
-                version = await self._list(api)
-                while True:
+                version: str | None = await self._list(api)
+                while version is not None:
+                    next_s = time.monotonic() + _LEAST_WATCH_S
                     version = await self._follow(api, version)
-            except Expired:
-                logger.info("%s: the version is too old to go on from, listing anew", self._path)
+                    await asyncio.sleep(next_s - time.monotonic())
             except ApiFailure as error:
                 self._failures += 1
                 logger.warning("%s: %s; the copy in memory may be old", self._path, error)
@@ -75,15 +79,19 @@ class Cache(Generic[_T]):
         self._answered()
         return version
 
-    async def _follow(self, api: Api, version: str) -> str:
-        """Apply one watch's changes; returns the version to go on from."""
-        async for kind, body in api.watch(self._path, self._query, version):
-            version = body["metadata"]["resourceVersion"]
-            if kind in ("ADDED", "MODIFIED"):
-                self.objects[key_of(body)] = self._keep(body)
-            elif kind == "DELETED":
-                self.objects.pop(key_of(body), None)
-            self._answered(is_change=kind != "BOOKMARK")
+    async def _follow(self, api: Api, version: str) -> str | None:
+        """Apply one watch's changes; returns the version to go on from, None to list anew."""
+        try:
+            async for kind, body in api.watch(self._path, self._query, version):
+                version = body["metadata"]["resourceVersion"]
+                if kind in ("ADDED", "MODIFIED"):
+                    self.objects[key_of(body)] = self._keep(body)
+                elif kind == "DELETED":
+                    self.objects.pop(key_of(body), None)
+                self._answered(is_change=kind != "BOOKMARK")
+        except Expired:
+            logger.info("%s: the version is too old to go on from, listing anew", self._path)
+            return None
         return version
 
     def _answered(self, *, is_change: bool = True) -> None:

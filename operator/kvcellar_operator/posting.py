@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from http import HTTPStatus
 from typing import NoReturn
 
 from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound
@@ -35,7 +36,7 @@ class EventPoster:
         """Tell an occurrence, unless it was told or is to wait.
 
         Raises:
-            ApiFailure: it could not be written; the caller comes again.
+            ApiFailure: it could not be written, or others were first again and again; the caller comes again.
         """
         if n_times := self._ledger.admit(occurrence, time.monotonic()):
             await self._write(occurrence, n_times)
@@ -49,6 +50,9 @@ class EventPoster:
                     await self._write(occurrence, n_times)
                 except ApiFailure as error:
                     logger.warning("an Event cannot be written yet: %s", error)
+                except Exception:
+                    # The border: an Event that trips over a mistake of ours must not end the controller.
+                    logger.exception("an Event of %s cannot be written", occurrence.subject.name)
 
     async def _write(self, occurrence: Occurrence, n_times: int) -> None:
         path = f"/api/v1/namespaces/{occurrence.subject.namespace}/events"
@@ -62,6 +66,11 @@ class EventPoster:
                 return
             may_be_new = True
         self._metrics.wrote("Event", "conflict")
+        # To go on would drop it: the status that is written next says the same, and no Event follows it.
+        raise Conflict(
+            f"{path}/{event_name(occurrence)}: changed by others {_TRIES} times meanwhile",
+            HTTPStatus.CONFLICT,
+        )
 
     async def _create(self, path: str, occurrence: Occurrence, now: str) -> bool:
         """Write a first Event; False if there is one."""

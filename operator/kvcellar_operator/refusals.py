@@ -56,6 +56,9 @@ class Refusals:
                 await self._look(noted["owner"], str(noted["message"]))
             except ApiFailure as error:
                 logger.warning("a refused pod cannot be looked at: %s", error)
+            except Exception:
+                # The border: one that trips over a mistake of ours must not end the controller.
+                logger.exception("a refused pod of %s cannot be looked at", noted["owner"]["name"])
 
     async def _look(self, owner: Mapping[str, Any], message: str) -> None:
         uid = str(owner.get("uid"))
