@@ -158,4 +158,4 @@ class Undisturbed:
             container_group(self._cluster, self._namespace, self._name, each) for each in containers
         ]
         assert all(group.pids for group in groups)
-        return [group.pids for group in groups]
+        return [sorted(group.pids) for group in groups]

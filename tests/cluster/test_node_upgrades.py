@@ -13,6 +13,7 @@ from kvcellar import __version__
 from kvcellar.contract import CONTRACT_VERSION, LABEL_PROFILE
 from tests.cluster import charts
 from tests.cluster.box.access import until
+from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.figures import RecordFigure
 from tests.cluster.images import bumped
@@ -102,7 +103,6 @@ def change_the_sidecar(cluster: Cluster, namespace: str, name: str, image: str) 
     before, engine = sidecar.until_ready(), container_group(cluster, namespace, name).pids
     cluster.kubectl("set", "image", f"pod/{name}", f"kvcellar={image}", "--namespace", namespace)
     until_restarted(cluster, namespace, name, 1, "kvcellar")
-    until_reason(cluster, namespace, name, "Degraded", "OtherContract")
     after = sidecar.until_ready()
     assert [after[key] for key in ("generation", "session")] == [
         before[key] for key in ("generation", "session")
@@ -119,11 +119,12 @@ def test_a_pod_that_no_webhook_is_asked_about_is_seen_as_such(installed: Cluster
     assert became == NOT_ASKED
 
 
-def test_the_chart_is_upgraded_while_an_engine_runs_and_its_sidecar_goes_on_under_the_new_operator(
+def test_the_chart_is_upgraded_and_rolled_back_while_engines_of_both_releases_run_crash_and_recover(
     upgradable: Cluster, other_release: Path, pod_namespace: str, record_figure: RecordFigure
 ) -> None:
     cluster, namespace = upgradable, pod_namespace
     make_profile(cluster, namespace)
+    first = charts.Deployed.now(cluster)
     old = start_engine(cluster, namespace, "old")
     before = region_of_pod(cluster, namespace, "old")
 
@@ -132,43 +133,11 @@ def test_the_chart_is_upgraded_while_an_engine_runs_and_its_sidecar_goes_on_unde
             charts.upgrade(cluster, other_release, bumped.IMAGE)
             meanwhile.until_by(bumped.IMAGE)
         message = until_reason(cluster, namespace, "old", "Degraded", "OtherContract")
-
     meanwhile.assert_all_are_injected()
     record_figure("upgrade", meanwhile.in_words())
-    assert OURS in message
-    assert THEIRS in message
-    # What the object had is what it was, and stays there for people; nothing new is believed.
-    after = region_of_pod(cluster, namespace, "old")
-    assert after["metadata"]["uid"] == before["metadata"]["uid"]
-    assert after["spec"] == before["spec"]
-    assert reason_of(cluster, namespace, "old", "Reachable")[0] == "OtherContract"
-
-    wish(cluster, namespace, "old", contents="keep")
-    crash_and_recover(cluster, namespace, "old", old)
-    # A pod of the new release, beside it.
-    start_engine(cluster, namespace, "new")
-    assert image_of(cluster, namespace, "new") == bumped.IMAGE
-    wish(cluster, namespace, "new", contents="keep")
-    until_relayed(cluster, namespace, "new")
-    # By now the other one would have been, too.
-    assert desired_of(cluster, namespace, "old") == ""
-    assert reason_of(cluster, namespace, "old", "Degraded")[0] == "OtherContract"
-
-    change_the_sidecar(cluster, namespace, "new", KVCELLAR_IMAGE)
-
-
-def test_a_rollback_leaves_an_engine_of_the_newer_release_running_under_the_older_operator(
-    upgradable: Cluster, other_release: Path, pod_namespace: str, record_figure: RecordFigure
-) -> None:
-    cluster, namespace = upgradable, pod_namespace
-    make_profile(cluster, namespace)
-    first = charts.Deployed.now(cluster)
-    start_engine(cluster, namespace, "old")
-    charts.upgrade(cluster, other_release, bumped.IMAGE)
-    new = start_engine(cluster, namespace, "new")
-    assert image_of(cluster, namespace, "new") == bumped.IMAGE
-    until_reason(cluster, namespace, "old", "Degraded", "OtherContract")
-    wish(cluster, namespace, "old", contents="keep")
+    assert message.index(OURS) < message.index(THEIRS)
+    an_older_sidecar_goes_on_under_a_newer_operator(cluster, namespace, before, old)
+    new = a_pod_of_the_newer_release_beside_it(cluster, namespace)
 
     with Undisturbed(cluster, namespace, "old"), Undisturbed(cluster, namespace, "new"):
         with PodsMeanwhile(cluster, namespace) as meanwhile:
@@ -176,15 +145,39 @@ def test_a_rollback_leaves_an_engine_of_the_newer_release_running_under_the_olde
             meanwhile.until_by(KVCELLAR_IMAGE)
         message = until_reason(cluster, namespace, "new", "Degraded", "OtherContract")
         until_reason(cluster, namespace, "old", "Degraded", "AsExpected")
-
     meanwhile.assert_all_are_injected()
     record_figure("rollback", meanwhile.in_words())
     assert message.index(THEIRS) < message.index(OURS)
+    # What was wished while its operator did not understand it.
     until_relayed(cluster, namespace, "old")
     crash_and_recover(cluster, namespace, "new", new)
     assert reason_of(cluster, namespace, "new", "Degraded")[0] == "OtherContract"
-    became, _ = what_becomes_of_a_pod(cluster, namespace)
-    assert became == KVCELLAR_IMAGE
+    change_the_sidecar(cluster, namespace, "new", KVCELLAR_IMAGE)
+    until_reason(cluster, namespace, "new", "Degraded", "AsExpected")
+
+
+def an_older_sidecar_goes_on_under_a_newer_operator(
+    cluster: Cluster, namespace: str, before: JsonObject, old: NodeSidecar
+) -> None:
+    """Its object is the one that it was, and says why nothing new is in it; its engine comes back from a crash."""
+    after = region_of_pod(cluster, namespace, "old")
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert after["spec"] == before["spec"]
+    assert reason_of(cluster, namespace, "old", "Reachable")[0] == "OtherContract"
+    wish(cluster, namespace, "old", contents="keep")
+    crash_and_recover(cluster, namespace, "old", old)
+    assert reason_of(cluster, namespace, "old", "Degraded")[0] == "OtherContract"
+
+
+def a_pod_of_the_newer_release_beside_it(cluster: Cluster, namespace: str) -> NodeSidecar:
+    """A new pod has all of the newer release; wishes reach it, and not the older one."""
+    new = start_engine(cluster, namespace, "new")
+    assert image_of(cluster, namespace, "new") == bumped.IMAGE
+    wish(cluster, namespace, "new", contents="keep")
+    until_relayed(cluster, namespace, "new")
+    # By now the older one would have had its wish, too.
+    assert desired_of(cluster, namespace, "old") == ""
+    return new
 
 
 def until_told(cluster: Cluster, namespace: str, *, is_newer: bool) -> None:
@@ -201,7 +194,7 @@ def until_told(cluster: Cluster, namespace: str, *, is_newer: bool) -> None:
         _, stamp = what_becomes_of_a_pod(cluster, namespace)
         return ("ProfileNewer" in stamp["notices"]) is is_newer
 
-    until(look, f"a new pod is told of a newer profile: {is_newer}")
+    until(look, f"a new pod is told of a newer profile: {is_newer}", START_S)
 
 
 def test_objects_stay_true_when_only_the_crds_are_newer_and_when_they_are_taken_back(
