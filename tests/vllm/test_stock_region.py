@@ -1,5 +1,6 @@
 """vLLM's own region class beside the janitor and beside a stock region; no engine is needed for either."""
 
+import itertools
 import json
 import os
 import random
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,78 @@ def test_a_region_of_vllm_that_is_larger_waits_in_vain_for_thirty_seconds(
 ) -> None:
     with _stock(sandbox, tmp_path, "8Mi") as vllm:
         assert "Timed out" in vllm.open(ENGINE_ID)["error"]
+
+
+# --- with tiers -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _tiering(
+    sandbox: Sandbox, folder: Path, engine_id: str
+) -> Iterator[Callable[[], dict[str, Any]]]:
+    """The program `tiering_spec`; each call lets it go on, and gives what it tells next."""
+    ours, theirs = os.pipe()
+    disk = folder / engine_id
+    disk.mkdir()
+    program = Path(__file__).with_name("tiering_spec.py")
+    with (folder / f"{engine_id}.log").open("wb") as output:
+        entry = sandbox.popen(
+            [sys.executable, "-P", program, engine_id, disk, str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs],
+        )
+    os.close(theirs)
+    assert entry.stdin is not None
+    with os.fdopen(ours) as answers, entry.stdin as lines:
+
+        def go_on() -> dict[str, Any]:
+            lines.write(b"\n")
+            lines.flush()
+            told: dict[str, Any] = json.loads(answers.readline())
+            return told
+
+        try:
+            yield go_on
+        finally:
+            entry.kill()
+            entry.wait()
+
+
+def _tiered_row(chunk: int) -> bytes:
+    """What `tiering_spec` stores in its n-th chunk: of each rank, of each layer, two blocks."""
+    places = itertools.product(range(2), range(2), (2 * chunk, 2 * chunk + 1))
+    return b"".join(
+        bytes([1 + (2 * rank + layer) * 12 + block]) * 4096 for rank, layer, block in places
+    )
+
+
+def test_the_tiering_spec_of_vllm_works_in_the_file_of_the_sidecar(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    expected = [_tiered_row(chunk) for chunk in range(6)]
+    with _stock(sandbox, tmp_path, "32Mi"):
+        path = sandbox.path(SHM) / NAME
+        inode, used = path.stat().st_ino, measure.used_bytes(sandbox)
+        with _tiering(sandbox, tmp_path, ENGINE_ID) as go_on:
+            stored = go_on()
+            # Two workers, and the manager's own view of all rows.
+            assert (stored["creators"], stored["inodes"]) == ([False] * 3, [inode] * 3)
+            with path.open("rb") as file:
+                rows = [os.pread(file.fileno(), ROW, n * ROW) for n in stored["chunk_ids"]]
+            assert rows == expected
+            # The manager reads and writes whole rows: to the disk, and back from it.
+            on_disk = [file.read_bytes() for file in (tmp_path / ENGINE_ID).rglob("*.bin")]
+            assert sorted(on_disk) == sorted(expected)
+            assert go_on()["is_same"]
+            assert sorted(os.listdir(sandbox.path(SHM))) == ["kvcellar", NAME]
+            assert (path.stat().st_blocks * 512, measure.used_bytes(sandbox)) == (32 * MIB, used)
+        assert (path.stat().st_ino, measure.used_bytes(sandbox)) == (inode, used)
+        # A file that nobody has made for it, it makes and pays for.
+        with _tiering(sandbox, tmp_path, "another") as go_on:
+            assert sum(go_on()["creators"]) == 1
+            assert measure.used_bytes(sandbox) == used + 32 * MIB
 
 
 # --- the janitor --------------------------------------------------------------------------------------
