@@ -84,7 +84,11 @@ STORIES = (
         ),
     ),
     Story(8, "a hostile container in the same pod", ("test_node_hostile.py",)),
-    Story(9, "stock mode, and the janitor: in tests/vllm and tests/integration, in no pod yet", ()),
+    Story(
+        9,
+        "stock mode, and the janitor: vLLM's own region class, killed again and again",
+        ("test_node_stock.py",),
+    ),
     Story(
         10,
         "the network policy as it is rendered: nothing in the box enforces one",

@@ -21,9 +21,7 @@ from tests.cluster.node_pods import (
     kill_container,
     make_profile,
     memory,
-    pod,
     region_of,
-    restricted_container,
     until_checked,
     until_restarted,
 )
@@ -86,24 +84,11 @@ def test_an_engine_that_is_killed_at_random_moments_comes_back_each_time_in_the_
 
 def without_kvcellar(claim: str) -> JsonObject:
     """A pod whose container makes vLLM's region in a volume that has room for one, and 16 MiB."""
-    resources = {"limits": {"memory": "2Gi"}, "requests": {"cpu": "50m", "memory": "512Mi"}}
-    engine = restricted_container(
-        name="engine",
-        command=["python3", "-c", VLLM_REGION],
-        env=[{"name": name, "value": value} for name, value in vllm_pods.environment().items()],
-        resources=resources,
-        volumeMounts=[
-            {"name": "vllm", "mountPath": vllm_pods.INSIDE, "readOnly": True},
-            {"name": "shm", "mountPath": "/dev/shm"},
-            {"name": "scratch", "mountPath": "/scratch"},
-        ],
+    made = vllm_pods.program_pod(claim, VLLM_REGION, {LABEL_INJECT: "false"})
+    made["spec"]["containers"][0]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    made["spec"]["volumes"].append(
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}}
     )
-    made = pod("engine", engine, {LABEL_INJECT: "false"})
-    made["spec"]["volumes"] = [
-        {"name": "vllm", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
-        {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}},
-    ]
     return made
 
 

@@ -5,6 +5,7 @@ the Python of the engine image; the restricted Pod Security Standard lets a pod 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvcellar.contract import LABEL_INJECT
@@ -12,6 +13,7 @@ from kvcellar.demo.models import VOCABULARY_SIZE, ModelKind, write_checkpoint
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import ROOT
 from tests.cluster.images.recipes import ENGINE_IMAGE
+from tests.cluster.node_pods import pod, restricted_container
 
 FOLDER = ROOT / ".venv-vllm-pod"
 MODEL = "model"
@@ -65,6 +67,32 @@ def volume(name: str, namespace: str) -> list[JsonObject]:
             },
         },
     ]
+
+
+def program_pod(
+    claim: str, program: str, labels: dict[str, str], arguments: Sequence[str] = ()
+) -> JsonObject:
+    """A pod whose container runs a program of Python that may import vLLM."""
+    engine = restricted_container(
+        name="engine",
+        command=["python3", "-c", program],
+        args=list(arguments),
+        env=[{"name": name, "value": value} for name, value in environment().items()],
+        resources={
+            "limits": {"memory": "2Gi"},
+            "requests": {"cpu": "50m", "memory": "512Mi"},
+        },
+        volumeMounts=[
+            {"name": "vllm", "mountPath": INSIDE, "readOnly": True},
+            {"name": "scratch", "mountPath": "/scratch"},
+        ],
+    )
+    made = pod("engine", engine, labels)
+    made["spec"]["volumes"] = [
+        {"name": "vllm", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}},
+        {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}},
+    ]
+    return made
 
 
 def template(claim: str, labels: dict[str, str]) -> JsonObject:
