@@ -125,14 +125,24 @@ def settle_step(fd: int, offset_bytes: int, length_bytes: int, threads: int = 1)
     """Zero what one piece has reserved; data that was written stays.
 
     One thread: a second fallocate of the range (no mapping, no resident memory). More: populate-write
-    through a temporary mapping in small slices, which can win on machines with many cores.
+    through a temporary mapping in small slices, which can win on machines with many cores; where the
+    kernel does not know the advice (before Linux 5.14), fallocate all the same.
 
     Raises:
         OSError: the file was cut short by somebody (EFAULT), or the file system is full (ENOSPC).
     """
-    if threads <= 1:
-        os.posix_fallocate(fd, offset_bytes, length_bytes)
-        return
+    if threads > 1:
+        try:
+            _populate(fd, offset_bytes, length_bytes, threads)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        else:
+            return
+    os.posix_fallocate(fd, offset_bytes, length_bytes)
+
+
+def _populate(fd: int, offset_bytes: int, length_bytes: int, threads: int) -> None:
     mapping = Mapping.map_range(fd, offset_bytes, length_bytes)
     try:
         starts = range(0, round_up(length_bytes, _POPULATE_SLICE_BYTES), _POPULATE_SLICE_BYTES)
