@@ -774,10 +774,13 @@ def test_an_owner_that_forked_for_something_else_can_be_followed_by_the_next(
 ) -> None:
     def owner(connection: Connection) -> None:
         region = make(RegionDirectory.open(volume / "kvcellar"))
+        ready, said = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(said, b"!")  # what is done after a fork is done
             time.sleep(30)
             os._exit(0)
+        os.read(ready, 1)
         connection.send((child, region.owner.state))
         connection.recv()
 
