@@ -1,5 +1,6 @@
-"""Owners inside real memory cgroups: a limit refuses, and nobody is killed."""
+"""Owners and engines inside real memory cgroups: who pays, and a limit refuses and nobody is killed."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -18,7 +19,9 @@ from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.memory import Limit, read_limits
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
+from kvcellar.worker.attach import AttachOptions, attach
 from tests.integration.conftest import Fork
+from tests.support.children import Child
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +48,7 @@ def cgroups() -> Iterator[tuple[Path, Path]]:
     own = outer / "own"
     own.mkdir(parents=True)
     yield outer, own
-    for directory in (own, outer):
+    for directory in (*(path for path in outer.iterdir() if path.is_dir()), outer):
         for _ in range(100):
             try:
                 directory.rmdir()
@@ -126,3 +129,85 @@ def test_huge_pages_over_a_limit_that_cannot_be_read_are_refused_by_the_kernel(
     assert (
         used.f_blocks - used.f_bfree
     ) * used.f_frsize <= MIB  # the page, and nothing of the data
+
+
+# --- who pays ------------------------------------------------------------------------------------------
+
+
+def _stat(group: Path, name: str) -> int:
+    lines = (group / "memory.stat").read_text().splitlines()
+    return int(dict(line.split() for line in lines)[name])
+
+
+def _enter(group: Path) -> None:
+    group.mkdir()
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def _page_table_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmPTE:")[1].split()[0]) * 1024
+
+
+def _own_and_stay(connection: Connection, group: Path, path: Path, huge: HugePages) -> None:
+    """A sidecar: make the region, or adopt the one that is there."""
+    _enter(group)
+    request = replace(REQUEST, huge_pages=huge)
+    region = OwnedRegion.acquire(RegionDirectory.create(path), request, list)
+    region.reserve(lambda: False)
+    region.settle(lambda: False)
+    connection.send(region.is_adopted)
+    connection.recv()
+
+
+def _attach_and_stay(connection: Connection, group: Path, path: Path) -> None:
+    """An engine: attach, write every page; sends what its page tables have grown by."""
+    _enter(group)
+    before = _page_table_bytes()
+    region = attach("engine", MIB, options=AttachOptions(directory=path))
+    ctypes.memset(region.base_address, 7, 96 * MIB)
+    connection.send(_page_table_bytes() - before)
+    connection.recv()
+    # What it is first to write itself is its own.
+    (path.parent / "of-its-own").write_bytes(b"x" * 8 * MIB)
+    connection.send("written")
+    connection.recv()
+
+
+@pytest.mark.parametrize("huge", list(HugePages))
+def test_the_first_owner_pays_for_the_region_and_engines_for_page_tables_whoever_starts_again(
+    cgroups: tuple[Path, Path], volume: Path, fork: Fork, huge: HugePages
+) -> None:
+    outer, _ = cgroups
+    path = volume / "kvcellar"
+
+    def start_owner(name: str) -> tuple[Child, object]:
+        child = fork(lambda connection: _own_and_stay(connection, outer / name, path, huge))
+        return child, child.hear()
+
+    def start_engine(name: str) -> Child:
+        child = fork(lambda connection: _attach_and_stay(connection, outer / name, path))
+        grown = child.hear()
+        assert isinstance(grown, int)
+        # 2 MiB for each GiB in small pages, and some of the mappings of its own.
+        assert grown <= 96 * MIB // 512 + 128 * 1024
+        assert _stat(outer / name, "shmem") < MIB
+        return child
+
+    def paid() -> int:
+        return _stat(outer / "owner", "shmem")
+
+    owner, is_adopted = start_owner("owner")
+    assert is_adopted is False
+    assert 96 * MIB <= paid() < 97 * MIB
+    for name in ("engine-1", "engine-2"):
+        start_engine(name).kill()
+        assert 96 * MIB <= paid() < 97 * MIB
+    owner.kill()
+    assert start_owner("owner-2")[1] is True
+    assert _stat(outer / "owner-2", "shmem") < MIB
+    engine = start_engine("engine-3")
+    assert 96 * MIB <= paid() < 97 * MIB
+    # These figures do tell whose a page is.
+    assert engine.ask("write") == "written"
+    assert _stat(outer / "engine-3", "shmem") >= 8 * MIB
