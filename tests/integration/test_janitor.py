@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from kvcellar.contract import EngineId, Mode
+from kvcellar.daemon.cleaning import lying_stock
 from kvcellar.region import leases
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.janitor import Janitor, StockFile
@@ -114,7 +115,9 @@ def test_what_a_process_has_open_or_mapped_stays(
 
     child = fork(engine)
     assert child.hear() == "mapped"
-    assert janitor.look(directory) == [StockFile(NAME, 4 * MIB, True, "an engine has it")]
+    assert janitor.look(directory) == [
+        StockFile(NAME, 4 * MIB, is_held=True, reason="an engine has it")
+    ]
     assert clean(janitor, directory) == ([], {NAME: "an engine has it"})
     child.kill()
     assert clean(janitor, directory) == ([NAME], {})
@@ -357,6 +360,18 @@ def test_a_live_engine_s_file_is_no_orphan_but_counts_as_foreign(
     assert sidecar.metrics()["kvcellar_foreign_bytes"] == 4 * MIB
     os.close(held)
     until(lambda: not path.exists(), "the file is reclaimed")
+
+
+def test_a_file_is_no_orphan_before_the_janitor_may_look_whether_an_engine_has_it(
+    volume: Path, directory: RegionDirectory
+) -> None:
+    make(volume)
+    for young_s, shown in ((60.0, []), (0.0, [NAME])):
+        janitor = Janitor(volume, young_s=young_s)
+        left = janitor.look(directory)
+        assert [file.name for file in left] == [NAME]
+        assert [orphan.name for orphan in lying_stock(left)] == shown
+        janitor.close()
 
 
 def test_clean_and_status_show_the_volume_s_root(

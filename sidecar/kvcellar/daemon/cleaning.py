@@ -131,10 +131,10 @@ class Cleaner:
 
 
 def lying_stock(left: list[StockFile]) -> list[OrphanBody]:
-    """What lies in the root without an engine, and why; a file that an engine has is no orphan."""
+    """What lies in the root without an engine, and why; one that an engine has, or may have just made, is none."""
     reason = "no engine has it; `kvcellar clean` removes it, or the janitor with KVCELLAR_JANITOR=reclaim"
     return [
         OrphanBody(file.name, file.size_bytes, KEPT, file.reason or reason)
         for file in left
-        if not file.is_held
+        if not (file.is_held or file.is_new)
     ]

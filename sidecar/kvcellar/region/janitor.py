@@ -41,12 +41,14 @@ class StockFile:
     Attributes:
         size_bytes: what it takes of the volume.
         is_held: an engine has it, so it is nobody's orphan.
+        is_new: it was made or changed a moment ago, by an engine that most likely has it: nobody has looked yet.
         reason: why it is left alone; empty for one that nobody holds and that can go.
     """
 
     name: str
     size_bytes: int
     is_held: bool = False
+    is_new: bool = False
     reason: str = ""
 
 
@@ -168,7 +170,7 @@ class Janitor:
             status = os.stat(place.name, dir_fd=place.dir_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        file = StockFile(place.name, status.st_blocks * 512)
+        file = StockFile(place.name, status.st_blocks * 512, is_new=self._is_new(status))
         if why := self._unlike_ours(status):
             return replace(file, reason=why)
         try:
@@ -213,9 +215,10 @@ class Janitor:
             return f"it {odd}"
         if status.st_size == 0:
             return "it is empty: an engine may be about to use it"
-        if 0 <= time.time() - status.st_ctime < self._young_s:
-            return "it was made or changed a moment ago"
-        return ""
+        return "it was made or changed a moment ago" if self._is_new(status) else ""
+
+    def _is_new(self, status: os.stat_result) -> bool:
+        return 0 <= time.time() - status.st_ctime < self._young_s
 
     def _take_up(self, directory: RegionDirectory, root_fd: int) -> list[StockFile]:
         """Go on with what lies aside and is nobody's; returns what cannot be gone on with."""
