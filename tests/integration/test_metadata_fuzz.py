@@ -1,18 +1,26 @@
-"""Any byte of a real metadata page is flipped: the second copy serves and the first is repaired, or exit status 5."""
+"""A real metadata page with any byte flipped: the second copy serves and the first is repaired, or exit status 5.
 
+And one that its owner changes while it is read.
+"""
+
+import itertools
 import os
 import random
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from kvcellar.contract import EngineId, RegionState
 from kvcellar.errors import MetadataDamaged
-from kvcellar.region import frame
+from kvcellar.region import frame, metafile
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.names import meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
+from tests.integration.conftest import Fork
 from tests.support.ranks import Ranks
 
 ID = EngineId("engine")
@@ -74,4 +82,37 @@ def test_a_bad_byte_in_both_copies_is_exit_status_5_and_nothing_is_removed(volum
     assert region.is_adopted
     assert region.release()
     os.close(fd)
+    directory.close()
+
+
+def test_a_page_that_is_changed_under_a_reader_gives_each_time_what_was_written(
+    volume: Path, fork: Fork
+) -> None:
+    directory = RegionDirectory.create(volume / "kvcellar")
+    region = own(directory)
+    fd = directory.open_file(meta_name(ID))
+
+    def write_without_end(connection: Connection) -> None:
+        connection.send("writing")
+        for number in itertools.count():
+            metafile.write_owner(
+                fd, replace(region.owner, settled_bytes=number, huge_page_bytes=number)
+            )
+            time.sleep(0.00005)
+
+    writer = fork(write_without_end)
+    assert writer.hear() == "writing"
+    seen = []
+    for _ in range(3000):
+        owner = metafile.read_owner(fd)
+        # The region's own numbers are those of before the first write.
+        if owner != region.owner:
+            assert owner.settled_bytes == owner.huge_page_bytes
+            seen.append(owner.settled_bytes)
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 100
+    writer.kill()
+    assert metafile.read_owner(fd).settled_bytes >= seen[-1]
+    os.close(fd)
+    region.close()
     directory.close()
