@@ -314,6 +314,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "directory": Path.mkdir,
     "hard link": lambda path: os.link(path.parent.parent / "precious", path),
     "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "device": lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3)),
 }
 
 
