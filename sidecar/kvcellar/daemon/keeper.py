@@ -18,7 +18,6 @@ Invariants: only this thread touches the `OwnedRegion`; everybody else reads `vi
 that is replaced at each change. Stopping at any moment leaves the files, and the next start goes on.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -30,17 +29,14 @@ from kvcellar.daemon import plans
 from kvcellar.daemon.backoff import BackOff
 from kvcellar.daemon.counters import CounterTotals
 from kvcellar.daemon.in_force import InForce
-from kvcellar.daemon.notice import Notice
 from kvcellar.daemon.observed import observed
+from kvcellar.daemon.place import RegionPlace
 from kvcellar.daemon.retention import RetentionClock
 from kvcellar.daemon.rules import KeeperRules
 from kvcellar.daemon.status import RegionView, owned_view, released_view
 from kvcellar.errors import DoesNotFit, KVCellarError, RegionHeld, RegionMismatch
-from kvcellar.region.cgroups import Limit
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
-from kvcellar.region.memory import read_limits
-from kvcellar.region.names import meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import RegionRequest
@@ -69,9 +65,8 @@ class RegionKeeper:
         self._request = request
         self._rules = rules
         self._report_fatal = report_fatal
-        self._directory: RegionDirectory | None = None
+        self._place = RegionPlace(request, rules)
         self._region: OwnedRegion | None = None
-        self._notice = Notice(request)
         self._totals = CounterTotals()
         self._is_damaged = False
         self._backoff = BackOff()
@@ -180,9 +175,9 @@ class RegionKeeper:
         """Free the region before more is done for it; False if it has to be taken up before."""
         region = self._region
         if region is None:
-            self._forget_lost_directory()
-            self._notice.take_down()
-            if self._open_directory().identity(meta_name(self.engine_id)) is not None:
+            self._place.forget_if_lost()
+            self._place.take_down_notice()
+            if self._place.has_page():
                 return False
         elif not self._was_released(region):
             return False
@@ -191,15 +186,15 @@ class RegionKeeper:
 
     def _rest(self) -> None:
         """Wait for another retention; engines that start meanwhile are told why there is no region."""
-        self._forget_lost_directory()
-        self._put_up_notice(self._in_force.why_released)
+        self._place.forget_if_lost()
+        self._place.put_up_notice(self._in_force.why_released)
         self._wait(WATCH_S)
 
     def _be_released(self) -> None:
         self._region, self._is_damaged = None, False
         self._backoff.reset()
         self._in_force.was_released()
-        self._put_up_notice(self._in_force.why_released)
+        self._place.put_up_notice(self._in_force.why_released)
         self.view = released_view(self.view)
         logger.info("region released", extra=self._fields(retention=self._in_force.retention.text))
 
@@ -211,22 +206,22 @@ class RegionKeeper:
             self._clear_away(self._region)
         region = self._region
         if region is None:
-            self._forget_lost_directory()
-        directory = self._open_directory()
+            self._place.forget_if_lost()
+        directory = self._place.open()
         if region is None:
             region = self._acquire(directory)
         else:
-            self._show(region, plans.plan_again(region, directory, self._read_limits))
+            self._show(region, plans.plan_again(region, directory, self._place.read_limits))
         if region.owner.state is RegionState.FAILED:
             # An engine holds it: it is cleared away once that one has gone.
             raise RegionMismatch(region.owner.reason)
         return region
 
     def _acquire(self, directory: RegionDirectory) -> OwnedRegion:
-        self._notice.take_down()
-        region = OwnedRegion.acquire(directory, self._request, self._read_limits)
+        self._place.take_down_notice()
+        region = OwnedRegion.acquire(directory, self._request, self._place.read_limits)
         self._region = region
-        self._show(region, plans.granted(region, directory, self._read_limits))
+        self._show(region, plans.granted(region, directory, self._place.read_limits))
         logger.info(
             "region adopted" if region.is_adopted else "region made",
             extra=self._fields(state=region.owner.state, reserved_bytes=self.view.reserved_bytes),
@@ -243,23 +238,6 @@ class RegionKeeper:
         if not region.release():
             raise RegionMismatch(self.view.reason)
         self._region, self._is_damaged = None, False
-
-    def _forget_lost_directory(self) -> None:
-        """Let go of a directory that somebody has removed or replaced: the next one is made anew."""
-        directory = self._directory
-        if directory is not None and not directory.is_there():
-            logger.warning("directory removed by another process", extra=self._fields())
-            self._notice.take_down()
-            self._directory = None
-            directory.close()
-
-    def _open_directory(self) -> RegionDirectory:
-        if self._directory is None:
-            self._directory = self._rules.open_directory()
-        return self._directory
-
-    def _read_limits(self) -> list[Limit]:
-        return read_limits(self._open_directory().fd, pod_limit_bytes=self._rules.pod_limit_bytes)
 
     def _has_to_stop(self) -> bool:
         """Called between two steps: the moment to show the progress, and to take up what is desired."""
@@ -324,7 +302,7 @@ class RegionKeeper:
         reason = str(error)
         plan = self.view.plan
         if isinstance(error, DoesNotFit):
-            plan = plans.refused(error, self._read_limits)
+            plan = plans.refused(error, self._place.read_limits)
         self._is_damaged = isinstance(error, RegionMismatch)
         self._publish_failure(reason)
         self.view = replace(
@@ -334,7 +312,7 @@ class RegionKeeper:
             self._end_process(error)
             return
         if isinstance(error, DoesNotFit) and self._region is None:
-            self._put_up_notice(reason)
+            self._place.put_up_notice(reason)
         pause_s = self._backoff.next_s()
         logger.error("region failed", extra=self._fields(reason=reason, retry_s=round(pause_s, 1)))
         self._wait_out(pause_s)
@@ -342,15 +320,11 @@ class RegionKeeper:
     def _observed(self) -> RegionView:
         """The region that another process owns, or the last that was known of it."""
         try:
-            seen = observed(self._open_directory(), self.engine_id, self._totals)
+            seen = observed(self._place.open(), self.engine_id, self._totals)
         except (KVCellarError, OSError) as error:
             logger.debug("region not observed", extra=self._fields(error=str(error)))
             return self.view
         return seen or self.view
-
-    def _put_up_notice(self, reason: str) -> None:
-        with contextlib.suppress(KVCellarError, OSError):  # no directory, no engine that waits
-            self._notice.put_up(self._open_directory(), reason)
 
     def _publish_failure(self, reason: str) -> None:
         """Tell the engines through the metadata page, where there is one; the region stays ours."""
@@ -396,14 +370,12 @@ class RegionKeeper:
             return True
 
     def _end(self) -> None:
-        self._notice.take_down()
         region, self._region = self._region, None
         if region is not None:
             is_ours_alone = not region.is_adopted and self.view.session is None
             if not (self._leave_nothing and is_ours_alone and self._was_released(region)):
                 region.close()
-        if self._directory is not None:
-            self._directory.close()
+        self._place.close()
 
     def _was_released(self, region: OwnedRegion) -> bool:
         try:
