@@ -150,9 +150,7 @@ def test_too_little_for_a_chunk_gives_zero_chunks(capacity: int, chunk: int, wor
         geometry.chunk_offset_bytes(0, 0)
 
 
-@pytest.mark.parametrize(
-    ("rank", "chunk"), [(0, -1), (0, 2), (-1, 0), (2, 0)], ids=["below", "above", "rank-1", "rank2"]
-)
+@pytest.mark.parametrize(("rank", "chunk"), [(0, -1), (0, 2), (0, 3), (-1, 0), (2, 0), (3, 0)])
 def test_a_chunk_or_rank_that_is_not_there_has_no_offset(rank: int, chunk: int) -> None:
     geometry = Geometry.compute(8 * MIB, 2 * MIB, 2, Layout.SHARDED)
     assert geometry.num_chunks == 2
@@ -168,6 +166,7 @@ def test_a_chunk_or_rank_that_is_not_there_has_no_offset(rank: int, chunk: int) 
         (1, 1, 0, 4096),
         (1, 1, 1, 0),
         (1, 1, 1, 3000),
+        (1, 1, 1, 5),
         (1, 1, 1, 4 * MIB),
     ],
 )
@@ -199,3 +198,20 @@ def test_rounding_ends_on_the_nearest_multiples(value: int, alignment: int) -> N
 def test_the_alignment_is_a_page_of_this_machine() -> None:
     assert BLOCK_SIZE_ALIGNMENT % 4096 == 0
     assert HUGE_PAGE_BYTES % BLOCK_SIZE_ALIGNMENT == 0
+
+
+def test_a_geometry_stays_as_it_was_computed() -> None:
+    geometry = Geometry.compute(4 * MIB, 4096, 2, Layout.SHARDED)
+    with pytest.raises(AttributeError):
+        geometry.num_chunks = 7  # type: ignore[misc]  # that it cannot be is what is tested
+    assert not hasattr(geometry, "__dict__")
+
+
+def test_all_replicated_ranks_use_the_first_range() -> None:
+    geometry = Geometry.compute(4 * MIB, 4096, 3, Layout.REPLICATED)
+    assert [geometry.range_index(rank) for rank in range(3)] == [0, 0, 0]
+    assert [geometry.chunk_offset_bytes(rank, 1) for rank in range(3)] == [4096] * 3
+
+
+def test_a_page_may_be_one_byte() -> None:
+    assert Geometry.compute(4 * MIB, 4095, 1, Layout.SHARDED, 1).chunk_stride_bytes == 4095

@@ -134,6 +134,31 @@ def test_a_pinned_chunk_is_not_evicted_until_its_last_load_is_over(index: ChunkI
     assert key(4) in plan.evicted
 
 
+def test_a_chunk_is_pinned_until_the_last_of_five_loads_is_over(index: ChunkIndex) -> None:
+    store(index, 1, 2)
+    for _ in range(5):
+        index.prepare_load(keys(1))
+    for _ in range(4):
+        index.complete_load(keys(1))
+        assert index.pinned == 1
+    index.complete_load(keys(1))
+    assert counts(index) == {"loadable": 2, "free": 2}
+    with pytest.raises(IndexMisuse):
+        index.complete_load(keys(1))
+
+
+def test_the_pins_of_one_chunk_are_not_those_of_another(index: ChunkIndex) -> None:
+    store(index, 1, 2)
+    for numbers in ((1,), (1, 2)):
+        index.prepare_load(keys(*numbers))
+    index.complete_load(keys(1, 2))
+    assert index.pinned == 1
+    index.prepare_load(keys(2))
+    for numbers in ((2,), (1,)):
+        index.complete_load(keys(*numbers))
+    assert index.pinned == 0
+
+
 def test_a_key_given_twice_in_one_load_is_pinned_once(index: ChunkIndex) -> None:
     store(index, 1)
     assert index.prepare_load(keys(1, 1)).tolist() == [0, 0]
@@ -282,6 +307,19 @@ def test_abandon_stale_frees_what_a_reset_left_and_nothing_else(index: ChunkInde
     index.prepare_load(keys(1))
     index.complete_load(keys(1))
     assert index.pinned == 0
+
+
+def test_the_pins_of_an_abandoned_load_are_not_those_of_the_next_key(policy: PolicyName) -> None:
+    index = ChunkIndex(1, policy)
+    store(index, 1)
+    for _ in range(2):
+        index.prepare_load(keys(1))
+    index.reset()
+    assert index.abandon_stale() == 1
+    store(index, 2)
+    index.prepare_load(keys(2))
+    index.complete_load(keys(2))
+    assert counts(index) == {"loadable": 1}
 
 
 def test_each_lookup_counts_and_other_questions_do_not(index: ChunkIndex) -> None:

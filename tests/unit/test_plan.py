@@ -14,7 +14,9 @@ from kvcellar.worker.plan import BlockTransfer, CopyPlan, Planner
 
 NUM_BLOCKS = 24
 NUM_CHUNKS = 40
-HOST_ADDRESS = 1 << 46
+ODD = 0xFF8
+"""Addresses are sums: with these bits in them nothing else that looks like a sum is right."""
+HOST_ADDRESS = (1 << 46) + ODD
 TENSOR_SPACING = 1 << 20
 
 
@@ -35,7 +37,7 @@ class Case:
 
 def tensors_of(pages: Sequence[int], gaps: Sequence[int]) -> list[DeviceTensor]:
     return [
-        DeviceTensor((1 << 45) + idx * TENSOR_SPACING, NUM_BLOCKS, page + gap, page)
+        DeviceTensor((1 << 45) + ODD + idx * TENSOR_SPACING, NUM_BLOCKS, page + gap, page)
         for idx, (page, gap) in enumerate(zip(pages, gaps, strict=True))
     ]
 
@@ -239,15 +241,72 @@ def test_blocks_in_order_make_one_descriptor_for_each_tensor_of_a_chunk() -> Non
 def test_a_chunk_of_one_whole_tensor_continues_the_one_before_it() -> None:
     transfer = BlockTransfer(np.arange(8, 16), [8], [0], np.array([5, 6, 7, 1]))
     assert simple_planner(1, 2).store(transfer).sizes.tolist() == [96, 32]
-    assert simple_planner(1, 2, pad_bytes=16).store(transfer).sizes.tolist() == [32] * 4
+    for other in (simple_planner(1, 2, pad_bytes=16), simple_planner(2, 2)):
+        assert set(other.store(transfer).sizes.tolist()) == {32}
+    after_a_gap = transfer._replace(chunk_ids=np.array([5, 7, 9, 10]))
+    assert simple_planner(1, 2).store(after_a_gap).sizes.tolist() == [32, 32, 64]
 
 
-def test_no_descriptor_crosses_a_registered_piece_of_host_memory() -> None:
+@pytest.mark.parametrize(
+    ("chunks_per_piece", "sizes"),
+    [
+        (3, [32, 96, 96]),  # chunk 2, chunks 3 to 5, chunks 6 to 8
+        (4, [64, 128, 32]),  # chunks 2 and 3, chunks 4 to 7, chunk 8
+    ],
+)
+def test_no_descriptor_crosses_a_registered_piece_of_host_memory(
+    chunks_per_piece: int, sizes: list[int]
+) -> None:
     layout = ChunkLayout.compute([16], 2)
-    host = HostChunks(HOST_ADDRESS, layout.chunk_bytes, NUM_CHUNKS, chunks_per_piece=3)
+    host = HostChunks(HOST_ADDRESS, layout.chunk_bytes, NUM_CHUNKS, chunks_per_piece)
     planner = Planner(tensors_of([16], [0]), [[TensorRef(0, 16)]], layout, host)
     plan = planner.store(BlockTransfer(np.arange(14), [14], [0], np.arange(2, 9)))
-    assert plan.sizes.tolist() == [32, 96, 96]  # chunk 2, chunks 3 to 5, chunks 6 to 8
+    assert plan.sizes.tolist() == sizes
+
+
+def test_large_pages_merge_as_small_ones_do() -> None:
+    layout = ChunkLayout.compute([4096], 2)
+    # Numbers that are equal, and not one and the same object.
+    host = HostChunks(HOST_ADDRESS, int("8192"), NUM_CHUNKS)
+    ref = TensorRef(0, int("4096"))
+    planner = Planner([DeviceTensor(ODD, 8, int("4096"), 4096)], [[ref]], layout, host)
+    plan = planner.store(BlockTransfer(np.arange(4), [4], [0], np.arange(2)))
+    assert plan.sizes.tolist() == [4 * 4096]
+
+
+def test_one_block_a_chunk_of_hundreds_of_groups_goes_to_its_own_chunk() -> None:
+    layout = ChunkLayout.compute([8], 1)
+    n = 300
+    case = Case(
+        tensors_of([8], [0]),
+        [[TensorRef(0, 8)] for _ in range(n)],
+        layout,
+        HostChunks(HOST_ADDRESS, 24, n),
+        BlockTransfer(np.arange(n) % NUM_BLOCKS, [1] * n, [0] * n, np.arange(n)[::-1]),
+    )
+    assert planned_bytes(case.planner.store(case.transfer)) == naive_bytes(case)
+
+
+def test_all_plans_share_the_sizes_of_blocks_and_nobody_can_change_them() -> None:
+    planner = simple_planner(2, 1)
+    plans = [planner.load(BlockTransfer(np.arange(n), [n], [0], np.arange(n))) for n in (4, 4, 2)]
+    for plan in plans:
+        assert np.shares_memory(plan.sizes, plans[0].sizes)
+        assert not plan.sizes.flags.writeable
+
+
+def test_a_group_without_tensors_has_no_blocks() -> None:
+    layout = ChunkLayout.compute([8], 1)
+    host = HostChunks(HOST_ADDRESS, 8, NUM_CHUNKS)
+    planner = Planner(tensors_of([8], [0]), [[TensorRef(0, 8)], []], layout, host)
+    with pytest.raises(TransferFailed, match="there are 0 blocks"):
+        planner.load(BlockTransfer(np.array([0]), [0, 1], [0, 0], np.array([0])))
+
+
+def test_an_engine_without_groups_has_nothing_to_copy() -> None:
+    planner = Planner([], [], ChunkLayout.compute([], 1), HostChunks(HOST_ADDRESS, 8, NUM_CHUNKS))
+    empty = np.empty(0, dtype=np.int32)
+    assert planner.store(BlockTransfer(empty, [], [], empty)).total_bytes == 0
 
 
 def test_blocks_in_any_other_order_are_not_merged() -> None:
@@ -290,8 +349,13 @@ def test_plans_are_arrays_that_a_driver_can_take_by_address() -> None:
         ([0], [1], [0], [NUM_CHUNKS], f"there are {NUM_CHUNKS} chunks"),
         ([0], [1], [0], [-3], "chunks -3 to -3"),
         ([0, 1], [1], [0], [0, 1], "2 blocks and 2 chunks"),
+        ([0, 1], [1], [0], [0], "2 blocks and 1 chunks"),
+        ([0], [2], [0], [0, 1], "1 blocks and 2 chunks"),
         ([0], [1, 0], [0, 0], [0], "1 KV cache groups"),
         ([0], [1], [0, 0], [0], "1 KV cache groups"),
+        ([0], [1, 0], [0], [0], "1 KV cache groups"),
+        ([0], [1], [], [0], "1 KV cache groups"),
+        ([0], [], [0], [0], "1 KV cache groups"),
         ([0], [1], [-1], [0], "no count is negative"),
     ],
 )
