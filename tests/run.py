@@ -91,8 +91,9 @@ SOAK_STEPS: tuple[Suite | Command, ...] = (
         for venv in (".venv-vllm", ".venv-vllm31")
         for ranks in (1, 2)
     ),
+    Command("mutation", (".venv/bin/python", "tests/mutants.py"), timeout_s=4 * 3600.0),
 )
-"""The suites again for their tests marked soak, and the demo on both versions of vLLM."""
+"""The suites again for their tests marked soak, the demo on both versions of vLLM, and the mutants."""
 
 
 @dataclass(slots=True)

@@ -1,17 +1,21 @@
 """What unit tests share: how many examples a property is tried with.
 
-A quick run tries few, so that it ends in seconds; new ones each time, so many runs add up. The full
-count is for soak runs (``--hypothesis-profile=full``), where properties count among the tests marked
-`soak`. A property gives no number of its own.
+A quick run tries few, so that it ends in seconds; new ones each time, so many runs add up. Over a mutant the
+same ones are tried each time, so there are some more of them, and nobody looks for the smallest that fails
+(``make mutation``). The full count is for soak runs (``--hypothesis-profile=full``), where properties count
+among the tests marked `soak`. A property gives no number of its own.
 """
 
 import pytest
-from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
 # A busy machine may take any time for one example, so neither an example's time nor the speed of
 # generating it says anything about the code.
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", COMMON, max_examples=30)
+settings.register_profile(
+    "mutants", COMMON, max_examples=100, phases=(Phase.explicit, Phase.generate)
+)
 settings.register_profile("full", COMMON, max_examples=1000)
 settings.load_profile("quick")
 
