@@ -251,6 +251,8 @@ def test_damage_shows_in_the_object_within_seconds_and_the_next_engine_start_has
         assert after != before, kind
 
     record_figure("seconds from a damage to Degraded, at most", f"{slowest_s:.1f}")
+    # 2.5 s on a quiet machine; 5 s are promised, and the rest is for one that has other things to do.
+    assert slowest_s < 15
     assert restarts_of_the_sidecar(cluster, namespace) == 0
     assert run_in(cluster, namespace, "engine", "hostile", UNTOUCHED).split() == ["True"] * 2
 

@@ -245,7 +245,7 @@ def main(engine_id: str, folder: str, answers: int) -> None:
     for rank, (_, theirs) in enumerate(pipes):
         fork.Process(target=run_rank, args=(engine_id, rank, folder, theirs), daemon=True).start()
     ranks = [ours for ours, _ in pipes]
-    identities = [rank.recv() for rank in ranks]
+    identities = [_hear(rank) for rank in ranks]
     scheduler = Scheduler(engine_id, folder)
     creators, inodes = zip(*identities, scheduler.identity, strict=True)
 
@@ -266,7 +266,13 @@ def main(engine_id: str, folder: str, answers: int) -> None:
 def _tell_ranks(ranks: list[Connection], spec: LoadStoreSpec) -> list[object]:
     for rank in ranks:
         rank.send(spec)
-    return [rank.recv() for rank in ranks]
+    return [_hear(rank) for rank in ranks]
+
+
+def _hear(rank: Connection) -> Any:  # noqa: ANN401 - whatever a rank says
+    """What a rank says; one that has failed has written why, and says nothing."""
+    assert rank.poll(DEADLINE_S)
+    return rank.recv()
 
 
 def _tell_test(answers: int, told: Told) -> None:

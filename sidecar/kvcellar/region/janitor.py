@@ -5,8 +5,8 @@ volume, and one with several tiers leaves it however it ends. Nobody but the ker
 still has such a file, so each removal goes through a lease and a quarantine (`leases`, `quarantine`): set
 aside under the directory's lock, left there for a second, then unlinked or put back.
 
-Left alone and named with the reason: what is held or may be, what is empty or a moment old (an engine may be
-making it), what is no regular file, has a second name or another owner, and the file of a region of ours.
+Left alone, with the reason: what is held or may be, what is empty or a moment old (an engine may be making
+it), what is no regular file, has a second name or another owner, and the file of a region of ours.
 A kill in between leaves a file aside; whoever comes next finishes that.
 """
 

@@ -137,11 +137,11 @@ def create(
 def remove(
     directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection, meta: tuple[int, int]
 ) -> None:
-    """Remove a region's names: page, data, index; each only if it still leads to the very file.
+    """Remove a region's names: page and data if they still lead to the very files, and the index by its nonce.
 
     The caller has shown that nobody holds it. What another process has put at the page's name stays, be
-    it a later generation; data and index go all the same, since their names, or the inode, are of this
-    generation alone: their memory is what the next region needs.
+    it a later generation; data and index go all the same, since inode and nonce are of this generation
+    alone: their memory is what the next region needs.
     """
     directory.unlink_if(meta_name(engine_id), meta)
     data = (owner.data_device, owner.data_inode)
