@@ -216,6 +216,16 @@ def shared_namespace(
             evidence.save(node_box, name, tmp_path_factory.mktemp("evidence"))
 
 
+@pytest.fixture
+def record_pods(
+    request: pytest.FixtureRequest, node_box: Cluster, shared_namespace: str
+) -> Iterator[None]:
+    """Keeps how the pods of `shared_namespace` have fared until a test's end, as `pod_namespace` does."""
+    yield
+    if not request.node.stash.get(_HAS_FAILED, False):
+        _figures_of(request.node).add_pods(node_box, shared_namespace)
+
+
 @contextlib.contextmanager
 def _restricted_namespace(node_box: Cluster) -> Iterator[str]:
     name = f"kvc-test-{secrets.token_hex(4)}"

@@ -53,9 +53,23 @@ STORIES = (
         ("test_cluster_demo.py", "test_quick_start.py"),
     ),
     Story(
+        1,
+        "a real vLLM's region is there while it loads; metrics, `du` and cgroups agree on it",
+        (
+            "test_node_vllm.py::test_the_region",
+            "test_node_vllm.py::test_vllm",
+            "test_node_vllm.py::test_metrics",
+        ),
+    ),
+    Story(
         2,
         "an engine killed at random moments comes back each time in the same memory",
         ("test_node_crashes.py::test_an_engine",),
+    ),
+    Story(
+        2,
+        "a real vLLM killed while it starts and while it serves comes back in the same memory",
+        ("test_node_vllm.py::test_a_vllm",),
     ),
     Story(
         2,

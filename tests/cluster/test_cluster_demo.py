@@ -1,9 +1,7 @@
 """``make cluster-demo``: a real vLLM that kvcellar is injected into, killed and asked again."""
 
-import json
 import os
 import signal
-import urllib.error
 import urllib.request
 
 import pytest
@@ -12,27 +10,9 @@ from tests.cluster import demo, evidence
 from tests.cluster.box.access import until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
+from tests.cluster.vllm_clients import START_S, answer, prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-
-PROMPT = " ".join(f"w{n}" for n in range(3, 400))
-START_S = 300.0
-"""Measured on 2 cores: 30 s with nothing else running, 150 s beside ten busy processes."""
-
-
-def answer(address: str) -> str:
-    """What vLLM makes of the prompt; nothing while it does not serve."""
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-    request = urllib.request.Request(
-        f"http://{address}:8000/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310 - http it is
-            return str(json.load(response)["choices"][0]["text"])
-    except (urllib.error.URLError, ConnectionError):
-        return ""
 
 
 def the_pod(cluster: Cluster) -> JsonObject:
@@ -56,7 +36,7 @@ def test_the_demo_runs_a_vllm_that_offloads_and_answers_alike_after_a_kill(
     request.addfinalizer(lambda: evidence.save(installed, demo.NAMESPACE, folder))
 
     address = demo.run(installed)
-    first = answer(address)
+    first = answer(address, prompt())
     assert first
     until(lambda: used_bytes(address) > 0, "vLLM has offloaded blocks")
 
@@ -71,7 +51,7 @@ def test_the_demo_runs_a_vllm_that_offloads_and_answers_alike_after_a_kill(
         lambda: the_pod(installed)["status"]["containerStatuses"][0]["restartCount"] == 1,
         "vLLM is started again",
     )
-    assert until(lambda: answer(address), "vLLM serves again", START_S) == first
+    assert until(lambda: answer(address, prompt()), "vLLM serves again", START_S) == first
 
 
 def remove(cluster: Cluster) -> None:
