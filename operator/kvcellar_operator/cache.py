@@ -22,7 +22,7 @@ _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 3.0)
 
 _LEAST_WATCH_S = 1.0
 """From one watch to the next, and so to the next list: an API server, or a proxy before it, that ends each at
-once would be asked as fast as it answers."""
+once, well or badly, would be asked as fast as it answers."""
 
 _T = TypeVar("_T")
 
@@ -55,6 +55,7 @@ class Cache(Generic[_T]):
 
     async def run(self, api: Api) -> NoReturn:
         """Keep the copy up until cancelled."""
+        next_s = 0.0
         while True:
             try:
                 version: str | None = await self._list(api)
@@ -65,7 +66,7 @@ class Cache(Generic[_T]):
             except ApiFailure as error:
                 self._failures += 1
                 logger.warning("%s: %s; the copy in memory may be old", self._path, error)
-                await asyncio.sleep(self._pause_s())
+                await asyncio.sleep(max(self._pause_s(), next_s - time.monotonic()))
 
     async def _list(self, api: Api) -> str:
         listed: dict[Key, _T] = {}
@@ -88,14 +89,16 @@ class Cache(Generic[_T]):
                     self.objects[key_of(body)] = self._keep(body)
                 elif kind == "DELETED":
                     self.objects.pop(key_of(body), None)
+                self._failures = 0
                 self._answered(is_change=kind != "BOOKMARK")
         except Expired:
             logger.info("%s: the version is too old to go on from, listing anew", self._path)
             return None
+        # Not after a list: one works before every watch that fails.
+        self._failures = 0
         return version
 
     def _answered(self, *, is_change: bool = True) -> None:
-        self._failures = 0
         self.answered_s = time.monotonic()
         if is_change and self._on_change is not None:
             self._on_change()

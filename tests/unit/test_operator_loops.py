@@ -1,13 +1,14 @@
 """The operator's endless loops: what goes wrong in one turn ends none of them, and none runs without a pause."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, cast
 
 import pytest
 
 from kvcellar_operator.cache import Cache
-from kvcellar_operator.cluster import Api, Conflict, Expired
+from kvcellar_operator.cluster import Api, Conflict, Expired, Forbidden, Unreachable
 from kvcellar_operator.events import EventType, Occurrence, Subject
 from kvcellar_operator.metrics import ControllerMetrics
 from kvcellar_operator.objects import JsonObject
@@ -106,12 +107,14 @@ def test_an_answer_that_nobody_expects_does_not_end_the_look_at_refused_pods(
 
 
 class Closing:
-    """An API server that ends each watch at once, in one way or another."""
+    """An API server that ends each watch at once, in one way or another, until the third, which goes on."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: Exception | None, *, is_change_first: bool = False) -> None:
         self.error = error
+        self.is_change_first = is_change_first
         self.n_lists = 0
         self.n_watches = 0
+        self.is_enough = asyncio.Event()
 
     async def pages(self, _path: str, _query: Mapping[str, str]) -> AsyncIterator[JsonObject]:
         self.n_lists += 1
@@ -121,22 +124,66 @@ class Closing:
         self, _path: str, _query: Mapping[str, str], since: str
     ) -> AsyncIterator[tuple[str, JsonObject]]:
         self.n_watches += 1
-        await asyncio.sleep(0)
+        if self.n_watches == 3:
+            self.is_enough.set()
+            await asyncio.Event().wait()
+        if self.is_change_first:
+            yield "BOOKMARK", {"metadata": {"resourceVersion": since}}
         if self.error is not None:
             raise self.error
-        yield "BOOKMARK", {"metadata": {"resourceVersion": since}}
 
 
-@pytest.mark.parametrize("error", [None, Expired("it is too old", 410)])
-def test_an_api_server_that_ends_each_watch_at_once_is_asked_again_after_a_pause(
-    error: Exception | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvcellar_operator.cache._LEAST_WATCH_S", 0.1)
-    api = Closing(error)
+def until_the_third_watch(api: Closing) -> float:
+    """Have a copy kept up; returns how long it took."""
     cache: Cache[JsonObject] = Cache("/apis/any", lambda body: body)
 
-    run_for(0.55, cache.run(cast("Api", api)))
+    async def follow() -> None:
+        task = asyncio.create_task(cache.run(cast("Api", api)))
+        async with asyncio.timeout(60):
+            await api.is_enough.wait()
+        task.cancel()
 
+    began_s = time.monotonic()
+    asyncio.run(follow())
     assert cache.is_synced
-    assert 2 <= api.n_watches <= 6
-    assert api.n_lists == (1 if error is None else api.n_watches)
+    return time.monotonic() - began_s
+
+
+WATCH_ENDS = [
+    None,
+    Expired("it is too old", 410),
+    Forbidden("it may not watch", 403),
+    Unreachable("the connection was closed"),
+]
+
+
+@pytest.mark.parametrize("is_change_first", [False, True], ids=["at once", "after a change"])
+@pytest.mark.parametrize("error", WATCH_ENDS, ids=lambda error: type(error).__name__)
+def test_an_api_server_that_ends_each_watch_at_once_is_asked_again_after_a_pause(
+    error: Exception | None, is_change_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcellar_operator.cache._LEAST_WATCH_S", 0.3)
+    monkeypatch.setattr("kvcellar_operator.cache._BACKOFF_S", (0.01,))
+    api = Closing(error, is_change_first=is_change_first)
+
+    assert until_the_third_watch(api) > 0.59
+    assert api.n_lists == (1 if error is None else 3)
+
+
+def test_watches_that_fail_again_and_again_are_tried_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcellar_operator.cache._LEAST_WATCH_S", 0.0)
+    monkeypatch.setattr("kvcellar_operator.cache._BACKOFF_S", (0.01, 1.0))
+
+    assert until_the_third_watch(Closing(Forbidden("it may not watch", 403))) > 0.49
+
+
+def test_a_watch_that_followed_before_it_failed_is_tried_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcellar_operator.cache._LEAST_WATCH_S", 0.0)
+    monkeypatch.setattr("kvcellar_operator.cache._BACKOFF_S", (0.01, 30.0))
+
+    broken = Closing(Unreachable("the connection was closed"), is_change_first=True)
+    assert until_the_third_watch(broken) < 15
