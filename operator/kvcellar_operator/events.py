@@ -182,3 +182,7 @@ class EventLedger:
         self._tallies.move_to_end(key)
         while len(self._tallies) > MEMORY:
             self._tallies.popitem(last=False)
+
+    def forget(self, occurrence: Occurrence) -> None:
+        """Nothing is known of its Event any more, and nothing of it is held back."""
+        self._tallies.pop((occurrence.subject.namespace, event_name(occurrence)), None)

@@ -6,7 +6,7 @@ import time
 from http import HTTPStatus
 from typing import NoReturn
 
-from kvcellar_operator.cluster import Api, ApiFailure, Conflict, NotFound
+from kvcellar_operator.cluster import Api, ApiFailure, Conflict, Forbidden, NotFound
 from kvcellar_operator.events import (
     EventLedger,
     Occurrence,
@@ -48,6 +48,10 @@ class EventPoster:
             for occurrence, n_times in self._ledger.due(time.monotonic()):
                 try:
                     await self._write(occurrence, n_times)
+                except (Forbidden, NotFound) as error:
+                    # Of a namespace that is gone, or goes: it would be tried for ever.
+                    self._ledger.forget(occurrence)
+                    logger.info("an Event of %s is dropped: %s", occurrence.subject.name, error)
                 except ApiFailure as error:
                     logger.warning("an Event cannot be written yet: %s", error)
                 except Exception:

@@ -3,12 +3,21 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from kvcellar_operator.cache import Cache
-from kvcellar_operator.cluster import Api, Conflict, Expired, Forbidden, Unreachable
+from kvcellar_operator.cluster import (
+    Api,
+    ApiFailure,
+    Conflict,
+    Expired,
+    Forbidden,
+    NotFound,
+    Unreachable,
+)
 from kvcellar_operator.events import EventType, Occurrence, Subject
 from kvcellar_operator.metrics import ControllerMetrics
 from kvcellar_operator.objects import JsonObject
@@ -70,6 +79,68 @@ def test_an_event_that_others_change_again_and_again_is_not_dropped_in_silence()
     asyncio.run(poster.post(OCCURRENCE))
     (body,) = api.created
     assert body["reason"] == Told.NOT_INJECTED
+
+
+class Vanishing:
+    """An API server whose namespace cannot be written to after the first Event, for a reason or another."""
+
+    def __init__(self, error: ApiFailure) -> None:
+        self.error = error
+        self.n_created = 0
+        self.asked: asyncio.Queue[str] = asyncio.Queue()
+
+    async def create(self, _path: str, body: JsonObject) -> JsonObject:
+        self.n_created += 1
+        if self.n_created > 1:
+            raise self.error
+        return body
+
+    async def get(self, path: str) -> JsonObject:
+        self.asked.put_nowait(path)
+        raise NotFound(f"{path}: there is none", 404)
+
+
+def is_tried_again(api: Vanishing, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> bool:
+    """Whether an Event that was held back, and could not be written, is tried once more."""
+    monkeypatch.setattr("kvcellar_operator.events.HOLD_S", 0.01)
+    monkeypatch.setattr("kvcellar_operator.posting._LOOK_S", 0.02)
+    poster = EventPoster(cast("Api", api), ControllerMetrics())
+
+    async def post() -> bool:
+        await poster.post(OCCURRENCE)
+        await poster.post(replace(OCCURRENCE, mark="again"))
+        task = asyncio.create_task(poster.run())
+        await asyncio.wait_for(api.asked.get(), 60)
+        try:
+            await asyncio.wait_for(api.asked.get(), patience_s)
+        except TimeoutError:
+            return False
+        finally:
+            task.cancel()
+        return True
+
+    return asyncio.run(post())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFound("there is no such namespace", 404),
+        Forbidden("the namespace is being terminated", 403),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_event_that_was_held_back_is_dropped_when_its_namespace_is_gone(
+    error: ApiFailure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_tried_again(Vanishing(error), monkeypatch, patience_s=0.3)
+
+
+def test_an_event_that_was_held_back_is_kept_while_the_api_server_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    away = Vanishing(Unreachable("the connection was closed"))
+    assert is_tried_again(away, monkeypatch, patience_s=60)
 
 
 # ---- refused pods
