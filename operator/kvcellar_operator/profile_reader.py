@@ -59,10 +59,11 @@ def parse_profile_spec(spec: object, name: str = "") -> Profile:
     """
     unknown: _Unknown = {}
     profile = _profile(spec, name, unknown)
-    for path, known in sorted(unknown.items()):
+    if unknown:
+        path = min(unknown)
         raise InvalidProfile(
             f"{path} is no field of an OffloadProfile: correct or remove it; known are "
-            f"{', '.join(known)}"
+            f"{', '.join(unknown[path])}"
         )
     return profile
 
@@ -185,12 +186,22 @@ class _Fields:
         return kind(value)
 
     def env(self, value: object) -> tuple[tuple[str, str], ...]:
-        """Read a list of variables, of whose entries each has fields of its own."""
-        for number, entry in enumerate(value if isinstance(value, list) else ()):
-            if isinstance(entry, Mapping):
-                fields = _Fields(entry, f"{self._path}.env[{number}]", self._unknown)
-                fields.note_others("name", "value")
-        return _env(value)
+        """Read a list of variables, of whose entries each has fields of its own.
+
+        Left out are those whose value may be in a field that is unknown here: empty they would be wrong.
+        """
+        if not isinstance(value, list):
+            return _env(value)
+        return _env(
+            [entry for number, entry in enumerate(value) if self._is_readable(entry, number)]
+        )
+
+    def _is_readable(self, entry: object, number: int) -> bool:
+        if not isinstance(entry, Mapping):
+            return True
+        fields = _Fields(entry, f"{self._path}.env[{number}]", self._unknown)
+        fields.note_others("name", "value")
+        return bool(entry.get("value")) or entry.keys() <= {"name", "value"}
 
     def note_others(self, *more: str) -> None:
         """Note what was never read, and is not one of `more` that somebody else reads."""

@@ -179,6 +179,20 @@ def test_fields_of_a_newer_crd_are_let_be_and_named_in_what_the_api_server_serve
     assert served.sidecar.env == (("A", "a"), ("B", "b"))
 
 
+@pytest.mark.parametrize("entry", [{}, {"value": ""}, {"value": None}])
+def test_a_variable_whose_value_is_in_a_field_of_a_newer_crd_is_left_out(
+    entry: dict[str, Any],
+) -> None:
+    entry = {"name": "A", **entry, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    spec = {"sidecar": {"env": [entry, {"name": "B"}]}}
+    served = parse_served_profile({"metadata": {"name": "a"}, "spec": spec})
+
+    assert served.sidecar.env == (("B", ""),)
+    assert served.unknown_fields == ("spec.sidecar.env[0].valueFrom",)
+    with pytest.raises(InvalidProfile, match=r"spec.sidecar.env\[0\].valueFrom is no field"):
+        parse_profile_spec(spec)
+
+
 @pytest.mark.parametrize("field", sorted(NEWER.keys() - {"engines"}))
 def test_the_same_fields_are_typos_in_a_file(field: str) -> None:
     with pytest.raises(
