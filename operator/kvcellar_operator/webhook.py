@@ -26,7 +26,7 @@ from kvcellar_operator.connection import Connection
 from kvcellar_operator.http_server import health_app, listen, serving
 from kvcellar_operator.inject import InvalidProfile, Profile, parse_served_profile
 from kvcellar_operator.metrics import WebhookMetrics
-from kvcellar_operator.objects import JsonObject, Key
+from kvcellar_operator.objects import JsonObject, Key, key_of
 from kvcellar_operator.serving import LiveCertificate, SecretName, SharedSecret, follow_files
 from kvcellar_operator.trust import TrustKeeper
 from kvcellar_operator.versions import has_native_sidecars
@@ -54,7 +54,7 @@ class Profiles:
         group = f"/apis/{API_GROUP}/{API_VERSION}"
         paths = [f"{group}/namespaces/{name}/{PROFILE_PLURAL}" for name in namespaces]
         self.caches: list[Cache[Profile | InvalidProfile]] = [
-            Cache(path, _parsed) for path in paths or [f"{group}/{PROFILE_PLURAL}"]
+            Cache(path, self._parsed) for path in paths or [f"{group}/{PROFILE_PLURAL}"]
         ]
 
     @property
@@ -79,21 +79,29 @@ class Profiles:
                 return found
         return None
 
+    def _parsed(self, body: JsonObject) -> Profile | InvalidProfile:
+        """A profile, or why it is none: a bad one must not hide the good ones."""
+        key = key_of(body)
+        parsed: Profile | InvalidProfile
+        try:
+            parsed = parse_served_profile(body)
+        except InvalidProfile as error:
+            parsed = error
+        problem = _problem(parsed)
+        # Every list brings all of them again, unchanged.
+        if problem and problem not in [_problem(cache.objects.get(key)) for cache in self.caches]:
+            logger.warning("OffloadProfile %s/%s %s", key.namespace, key.name, problem)
+        return parsed
 
-def _parsed(body: JsonObject) -> Profile | InvalidProfile:
-    """A profile, or why it is none: a bad one must not hide the good ones."""
-    name = body["metadata"]["name"]
-    try:
-        profile = parse_served_profile(body)
-    except InvalidProfile as error:
-        logger.warning("OffloadProfile %s cannot be used: %s", name, error)
-        return error
-    if profile.unknown_fields:
-        logger.warning(
-            "OffloadProfile %s is of a newer CRD: its pods are injected without %s; upgrade the operator",
-            *(name, ", ".join(profile.unknown_fields)),
-        )
-    return profile
+
+def _problem(found: Profile | InvalidProfile | None) -> str:
+    """What the log has to say of a profile; "" if nothing."""
+    if isinstance(found, InvalidProfile):
+        return f"cannot be used: {found}"
+    if found is None or not found.unknown_fields:
+        return ""
+    unknown = ", ".join(found.unknown_fields)
+    return f"is of a newer CRD: its pods are injected without {unknown}; upgrade the operator"
 
 
 def create_app(decide: Decide, max_body_bytes: int, metrics: WebhookMetrics) -> FastAPI:

@@ -251,6 +251,30 @@ def test_a_bad_profile_does_not_hide_a_good_one() -> None:
         profiles.find("engines", "bad")
 
 
+@pytest.mark.parametrize(
+    ("spec", "other", "words"),
+    [
+        ({"engines": "two"}, {"engines": "three"}, "cannot be used: spec.engines"),
+        ({"newer": 1}, {"newest": 1}, "is of a newer CRD: its pods are injected without spec.new"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_said_once_however_often_all_are_listed(
+    spec: dict[str, Any], other: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiles = Profiles([])
+    cache = profiles.caches[0]
+
+    def said_of(body: dict[str, Any]) -> int:
+        caplog.clear()
+        cache.objects = {key_of(body): cache._keep(body)}
+        return caplog.text.count(f"OffloadProfile engines/a {words}")
+
+    # A restart of the API server lists them all anew; an edit says something else.
+    assert [said_of(profile_object("a", **each)) for each in (spec, spec, other)] == [1, 0, 1]
+    assert said_of(profile_object("a")) == 0
+    assert said_of(profile_object("a", **spec)) == 1
+
+
 def test_a_pod_is_injected_by_a_profile_with_a_field_of_a_newer_crd_and_says_which() -> None:
     profiles = Profiles([])
     cache = profiles.caches[0]
