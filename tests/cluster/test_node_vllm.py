@@ -46,6 +46,8 @@ NOISE_BYTES = 8 * MIB
 """What a sidecar's own memory differs by; a leaked region would be eight times this."""
 INDEX_BYTES = MIB
 """More than the metadata page, the index and the names of one region take."""
+PROCESS_NOISE_BYTES = 128 * MIB
+"""What the memory of vLLM's processes, more than 1 GiB, differs by from start to start."""
 LEFT_BYTES = MIB
 """More than the pages of the queues between vLLM's own processes, which each kill leaves in the volume."""
 LEFT_NAMES = ("/dev/shm/psm_", "/dev/shm/sem.")
@@ -259,6 +261,12 @@ def shared_bytes(group: MemoryGroup) -> int:
     return stat.get("total_shmem", stat["shmem"])
 
 
+def process_bytes(group: MemoryGroup) -> int:
+    """The same for memory of processes; what is left is cache of files, which the kernel takes back."""
+    stat = group.stat
+    return stat["total_rss"] if "total_rss" in stat else stat["anon"]
+
+
 # ---- it is killed
 
 
@@ -283,6 +291,7 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
     ours = vllm.files(), disk_usage(vllm, "")
     sidecar, sidecar_bytes = vllm.group("kvcellar"), vllm.group("kvcellar").usage_bytes
     pays, region_bytes = pod_group(vllm), shared_bytes(pod_group(vllm))
+    processes_bytes = process_bytes(pays)
     done: int = vllm.status()["restartCount"]
     grown, served = [0], 0
     for number in range(1, kills + 1):
@@ -296,8 +305,10 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
     again = until(lambda: vllm.answer(prompt()), "vLLM serves again", START_S)
     loading_s = time.monotonic() - back_at
 
+    processes_grew = process_bytes(pays) - processes_bytes
     assert again == first
     assert 0 < served < kills
+    assert processes_grew < PROCESS_NOISE_BYTES
     assert max(grown) < NOISE_BYTES
     assert (vllm.files(), disk_usage(vllm, "")) == ours
     assert container_status(vllm.cluster, vllm.namespace, NAME, "kvcellar")["restartCount"] == 0
@@ -309,6 +320,7 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
     )
     record_figure(
         f"vLLM over {kills} kills, {served} of them while it served",
-        f"sidecar {max(grown):+} bytes, the pod's shared pages {shared_bytes(pays) - region_bytes:+}; "
+        f"sidecar {max(grown):+} bytes, the pod's shared pages {shared_bytes(pays) - region_bytes:+}, "
+        f"its processes {processes_grew:+}; "
         f"{loading_s:.0f} s from the last restart to the same tokens",
     )
