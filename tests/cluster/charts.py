@@ -11,7 +11,7 @@ import yaml
 from kvcellar_operator import crd
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
-from tests.cluster.box.errors import CommandFailed
+from tests.cluster.box.errors import BoxError
 from tests.cluster.images.recipes import KVCELLAR_IMAGE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ class Deployed:
         """Have it deployed again, however the release was left."""
         if self.now(cluster).manifest == self.manifest:
             return
-        with contextlib.suppress(CommandFailed, subprocess.TimeoutExpired):
+        with contextlib.suppress(BoxError, subprocess.TimeoutExpired):
             roll_back(cluster, self.revision)
         if self.now(cluster).manifest != self.manifest:
             in_operators = ("--namespace", OPERATOR_NAMESPACE, "--wait")

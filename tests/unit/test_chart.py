@@ -2,10 +2,11 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -18,6 +19,9 @@ from kvcellar_operator.config import ControllerSettings, WebhookSettings, parse
 from kvcellar_operator.profile_reader import parse_profile_spec
 from kvcellar_operator.profiles import Profile
 from kvcellar_operator.webhook import PATH
+from tests.cluster import charts as cluster_charts
+from tests.cluster.box.access import Access
+from tests.cluster.box.errors import BoxError, CommandFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "kvcellar"
@@ -258,3 +262,45 @@ def test_the_documents_name_values_and_kinds_that_exist(name: str) -> None:
     assert set(re.findall(rf"[a-z]+\.{re.escape(API_GROUP)}(?![/\w])", text)) <= {
         definition["metadata"]["name"] for definition in crd.definitions()
     }
+
+
+# ---- how the cluster's tests put it back
+
+
+class ReleaseLeft:
+    """Helm in a cluster whose release has another manifest than before; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def helm(self, command: str, *_: str, **__: object) -> subprocess.CompletedProcess[str]:
+        self.told.append(command)
+        status = '{"version": 2, "info": {"status": "deployed"}}'
+        text = {"status": status, "get": "of another release"}.get(command, "")
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CommandFailed(["helm"], 1, "", "it has no such revision"),
+        BoxError("the pods of before have not gone"),
+        subprocess.TimeoutExpired("helm", 180),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_release_that_cannot_be_rolled_back_is_installed_anew(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_cluster: object, _revision: int) -> None:
+        raise error
+
+    installed: list[object] = []
+    monkeypatch.setattr(cluster_charts, "roll_back", fail)
+    monkeypatch.setattr(cluster_charts, "install", installed.append)
+    left = ReleaseLeft()
+
+    cluster_charts.Deployed(1, "of before").restore(cast("Access", left))
+
+    assert left.told[-1] == "uninstall"
+    assert installed == [left]
