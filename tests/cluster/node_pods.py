@@ -13,6 +13,7 @@ from tests.cluster.box.cgroups import MemoryGroup
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.images import recipes
 
+REGIONS = "/apis/kvcellar.dev/v1alpha1/namespaces/{}/offloadregions"
 MIB = 1 << 20
 CAPACITY_BYTES = 64 * MIB
 START_S = 90.0
@@ -124,9 +125,11 @@ def until_checked(
     return said(cluster, namespace, name, container)[0]
 
 
-def region_of(cluster: Cluster, namespace: str) -> JsonObject:
-    items = cluster.api.get(f"/apis/kvcellar.dev/v1alpha1/namespaces/{namespace}/offloadregions")
-    found: JsonObject = next(iter(items["items"]), {})
+def region_of(cluster: Cluster, namespace: str, name: str = "") -> JsonObject:
+    """The region's object of a pod, or of any pod; empty if there is none."""
+    items = cluster.api.get(REGIONS.format(namespace))["items"]
+    of_it = (each for each in items if name in ("", each["spec"]["podName"]))
+    found: JsonObject = next(of_it, {})
     return found
 
 
@@ -185,9 +188,9 @@ def run_in(
     return cluster.kubectl(*command, *arguments, stdin=program, timeout_s=120).stdout
 
 
-def condition(cluster: Cluster, namespace: str, kind: str) -> JsonObject:
+def condition(cluster: Cluster, namespace: str, kind: str, name: str = "") -> JsonObject:
     """A condition of the region's object; empty until there is one."""
-    listed = region_of(cluster, namespace).get("status", {}).get("conditions", [])
+    listed = region_of(cluster, namespace, name).get("status", {}).get("conditions", [])
     found: JsonObject = next((each for each in listed if each["type"] == kind), {})
     return found
 

@@ -13,16 +13,18 @@ from tests.cluster.box.cluster import Cluster
 from tests.cluster.images import bumped
 from tests.cluster.images.recipes import KVCELLAR_IMAGE
 from tests.cluster.node_pods import (
+    REGIONS,
     START_S,
+    condition,
     container_group,
     create_pod,
     engine_pod,
     read_pod,
+    region_of,
     until_checked,
 )
 from tests.cluster.node_sidecars import NodeSidecar
 
-REGIONS = "/apis/kvcellar.dev/v1alpha1/namespaces/{}/offloadregions"
 NOT_ASKED = "no webhook was asked"
 
 # ---- new pods meanwhile
@@ -86,26 +88,18 @@ class PodsMeanwhile:
 # ---- what is seen of pods of two releases
 
 
-def region_of_pod(cluster: Cluster, namespace: str, name: str) -> JsonObject:
-    items = cluster.api.get(REGIONS.format(namespace))["items"]
-    found: JsonObject = next((each for each in items if each["spec"]["podName"] == name), {})
-    return found
-
-
-def reason_of(cluster: Cluster, namespace: str, name: str, kind: str) -> tuple[str, str]:
-    listed = region_of_pod(cluster, namespace, name).get("status", {}).get("conditions", [])
-    found: JsonObject = next((each for each in listed if each["type"] == kind), {})
-    return found.get("reason", ""), found.get("message", "")
+def reason_of(cluster: Cluster, namespace: str, name: str, kind: str) -> str:
+    return str(condition(cluster, namespace, kind, name).get("reason", ""))
 
 
 def until_reason(cluster: Cluster, namespace: str, name: str, kind: str, reason: str) -> str:
     """Wait until a condition of a pod's region has a reason; returns its message."""
     until(
-        lambda: reason_of(cluster, namespace, name, kind)[0] == reason,
+        lambda: reason_of(cluster, namespace, name, kind) == reason,
         f"{kind} of the region of {name} has the reason {reason}",
         START_S,
     )
-    return reason_of(cluster, namespace, name, kind)[1]
+    return str(condition(cluster, namespace, kind, name)["message"])
 
 
 def start_engine(cluster: Cluster, namespace: str, name: str) -> NodeSidecar:
@@ -128,10 +122,8 @@ def desired_of(cluster: Cluster, namespace: str, name: str) -> str:
 
 
 def wish(cluster: Cluster, namespace: str, name: str, **spec: str) -> None:
-    path = (
-        f"{REGIONS.format(namespace)}/{region_of_pod(cluster, namespace, name)['metadata']['name']}"
-    )
-    cluster.api.patch(path, {"spec": spec})
+    region = region_of(cluster, namespace, name)["metadata"]["name"]
+    cluster.api.patch(f"{REGIONS.format(namespace)}/{region}", {"spec": spec})
 
 
 def until_relayed(cluster: Cluster, namespace: str, name: str) -> None:

@@ -20,23 +20,23 @@ from tests.cluster.images import bumped
 from tests.cluster.images.recipes import KVCELLAR_IMAGE
 from tests.cluster.node_pods import (
     CAPACITY_BYTES,
+    REGIONS,
     START_S,
     container_group,
     container_status,
     kill_container,
     make_profile,
+    region_of,
     until_checked,
     until_restarted,
 )
 from tests.cluster.node_releases import (
     NOT_ASKED,
-    REGIONS,
     PodsMeanwhile,
     Undisturbed,
     desired_of,
     image_of,
     reason_of,
-    region_of_pod,
     start_engine,
     until_reason,
     until_relayed,
@@ -126,7 +126,7 @@ def test_the_chart_is_upgraded_and_rolled_back_while_engines_of_both_releases_ru
     make_profile(cluster, namespace)
     first = charts.Deployed.now(cluster)
     old = start_engine(cluster, namespace, "old")
-    before = region_of_pod(cluster, namespace, "old")
+    before = region_of(cluster, namespace, "old")
 
     with Undisturbed(cluster, namespace, "old"):
         with PodsMeanwhile(cluster, namespace) as meanwhile:
@@ -151,7 +151,7 @@ def test_the_chart_is_upgraded_and_rolled_back_while_engines_of_both_releases_ru
     # What was wished while its operator did not understand it.
     until_relayed(cluster, namespace, "old")
     crash_and_recover(cluster, namespace, "new", new)
-    assert reason_of(cluster, namespace, "new", "Degraded")[0] == "OtherContract"
+    assert reason_of(cluster, namespace, "new", "Degraded") == "OtherContract"
     change_the_sidecar(cluster, namespace, "new", KVCELLAR_IMAGE)
     until_reason(cluster, namespace, "new", "Degraded", "AsExpected")
 
@@ -160,13 +160,13 @@ def an_older_sidecar_goes_on_under_a_newer_operator(
     cluster: Cluster, namespace: str, before: JsonObject, old: NodeSidecar
 ) -> None:
     """Its object is the one that it was, and says why nothing new is in it; its engine comes back from a crash."""
-    after = region_of_pod(cluster, namespace, "old")
+    after = region_of(cluster, namespace, "old")
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert after["spec"] == before["spec"]
-    assert reason_of(cluster, namespace, "old", "Reachable")[0] == "OtherContract"
+    assert reason_of(cluster, namespace, "old", "Reachable") == "OtherContract"
     wish(cluster, namespace, "old", contents="keep")
     crash_and_recover(cluster, namespace, "old", old)
-    assert reason_of(cluster, namespace, "old", "Degraded")[0] == "OtherContract"
+    assert reason_of(cluster, namespace, "old", "Degraded") == "OtherContract"
 
 
 def a_pod_of_the_newer_release_beside_it(cluster: Cluster, namespace: str) -> NodeSidecar:
@@ -180,21 +180,23 @@ def a_pod_of_the_newer_release_beside_it(cluster: Cluster, namespace: str) -> No
     return new
 
 
-def until_told(cluster: Cluster, namespace: str, *, is_newer: bool) -> None:
-    """Wait until the webhook finds a field in the profile that it does not know, or finds none any more.
+def until_told(cluster: Cluster, namespace: str, *, is_newer: bool) -> tuple[str, JsonObject]:
+    """Wait until a webhook finds a field in the profile that it does not know, or finds none any more.
 
+    Returns what it made of the pod: the other replica may see it later.
     The API server ends the watches of a kind some time after its CRD was changed, and shows objects by the CRD
     of before until then; so the profile is changed until the webhook has seen it by the new one.
     """
     tries = itertools.count()
 
-    def look() -> bool:
+    def look() -> list[tuple[str, JsonObject]]:
         marks = {"annotations": {"try": str(next(tries))}}
         cluster.api.patch(PROFILE.format(namespace), {"metadata": marks})
-        _, stamp = what_becomes_of_a_pod(cluster, namespace)
-        return ("ProfileNewer" in stamp["notices"]) is is_newer
+        became, stamp = what_becomes_of_a_pod(cluster, namespace)
+        is_told = "ProfileNewer" in stamp["notices"]
+        return [(became, stamp)] if is_told is is_newer else []
 
-    until(look, f"a new pod is told of a newer profile: {is_newer}", START_S)
+    return until(look, f"a new pod is told of a newer profile: {is_newer}", START_S)[0]
 
 
 def test_objects_stay_true_when_only_the_crds_are_newer_and_when_they_are_taken_back(
@@ -203,24 +205,24 @@ def test_objects_stay_true_when_only_the_crds_are_newer_and_when_they_are_taken_
     cluster, namespace = upgradable, pod_namespace
     make_profile(cluster, namespace, contents="keep")
     sidecar = start_engine(cluster, namespace, "old")
-    region, first = region_of_pod(cluster, namespace, "old"), charts.Deployed.now(cluster)
+    region, first = region_of(cluster, namespace, "old"), charts.Deployed.now(cluster)
     path = PROFILE.format(namespace)
     profile = cluster.api.get(path)["spec"]
 
     charts.upgrade(cluster, other_release, KVCELLAR_IMAGE)
-    assert cluster.api.get(path)["spec"] == profile | {"ofTheNextRelease": "usual"}
-    assert region_of_pod(cluster, namespace, "old")["spec"] == region["spec"]
+    newer = profile | {"ofTheNextRelease": "usual"}
+    until(lambda: cluster.api.get(path)["spec"] == newer, "the newer CRD is served", START_S)
+    assert region_of(cluster, namespace, "old")["spec"] == region["spec"]
     cluster.api.patch(path, {"spec": {"ofTheNextRelease": "special"}})
-    until_told(cluster, namespace, is_newer=True)
-    became, stamp = what_becomes_of_a_pod(cluster, namespace)
+    became, stamp = until_told(cluster, namespace, is_newer=True)
     assert became == KVCELLAR_IMAGE
     assert stamp["unknownFields"] == ["spec.ofTheNextRelease"]
     until_reason(cluster, namespace, "old", "Degraded", "AsExpected")
 
     charts.roll_back(cluster, first.revision)
-    assert cluster.api.get(path)["spec"] == profile
+    until(lambda: cluster.api.get(path)["spec"] == profile, "the CRD before is served", START_S)
     wish(cluster, namespace, "old", contents="discard")
-    generation = region_of_pod(cluster, namespace, "old")["metadata"]["generation"]
+    generation = region_of(cluster, namespace, "old")["metadata"]["generation"]
     until(
         lambda: sidecar.until_ready()["observedGeneration"] == generation,
         "the sidecar has what is wished",
@@ -238,7 +240,7 @@ def make_large_profile(cluster: Cluster, namespace: str) -> None:
 def until_whole(cluster: Cluster, namespace: str, name: str, capacity_bytes: int) -> None:
     """Wait until an engine of a pod has loaded from a region of this capacity."""
     until_reason(cluster, namespace, name, "Attached", "EngineAttached")
-    assert region_of_pod(cluster, namespace, name)["status"]["capacityBytes"] == capacity_bytes
+    assert region_of(cluster, namespace, name)["status"]["capacityBytes"] == capacity_bytes
     NodeSidecar.of(cluster, namespace, name).until_more_is_loaded()
 
 
