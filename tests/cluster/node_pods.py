@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvcellar.contract import LABEL_INJECT
 from tests.cluster import figures
@@ -157,7 +158,9 @@ def kill_container(
     pids = container_group(cluster, namespace, name, container).pids
     figures.killed((namespace, name, container))
     for pid in pids:
-        os.kill(pid, number)
+        # Those of one engine end with each other.
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def until_restarted(
