@@ -611,6 +611,14 @@ def test_a_region_whose_data_file_is_gone_or_replaced_is_made_anew(
     assert (directory.path / name).read_bytes() == b"a file of somebody else"
 
 
+def test_an_unheld_region_without_its_index_is_made_anew(directory: RegionDirectory) -> None:
+    region = make(directory)
+    name = index_name(ID, region.owner.nonce)
+    region.close()
+    (directory.path / name).unlink()
+    assert not make(directory).is_adopted
+
+
 def test_a_damaged_owner_section_is_never_touched(directory: RegionDirectory) -> None:
     region = make(directory)
     region.close()

@@ -316,6 +316,21 @@ def replace(directory: Path) -> None:
     path.write_bytes(b"\0" * 8 * MIB)
 
 
+def index_file(directory: Path) -> Path:
+    (path,) = directory.glob("*.index")
+    return path
+
+
+def remove_index(directory: Path) -> None:
+    index_file(directory).unlink()
+
+
+def put_a_folder_at_the_index(directory: Path) -> None:
+    path = index_file(directory)
+    path.unlink()
+    path.mkdir()
+
+
 def remove_page(directory: Path) -> None:
     (directory / "eng.meta").unlink()
 
@@ -362,6 +377,8 @@ DAMAGES = [
     (remove, "was removed or replaced"),
     (replace, "was removed or replaced"),
     (remove_page, "was removed or replaced"),
+    (remove_index, "was removed or replaced"),
+    (put_a_folder_at_the_index, "was removed or replaced"),
     (remove_directory, "was removed or replaced"),
     (rename_directory, "was removed or replaced"),
     (put_a_pipe_at_the_data, "was removed or replaced"),
@@ -391,7 +408,7 @@ def test_a_damaged_region_fails_and_is_made_anew_once_nobody_holds_it(
     until(lambda: used_bytes(volume) <= 8 * MIB + META_BYTES + 8192, "one region is left")
 
 
-@pytest.mark.parametrize("harm", [cut, punch, spoil_session, remove, remove_page])
+@pytest.mark.parametrize("harm", [cut, punch, spoil_session, remove, remove_page, remove_index])
 def test_an_engine_that_starts_as_the_last_holder_of_a_damaged_region_goes_gets_a_sound_one(
     make_service: MakeService, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
 ) -> None:
@@ -409,6 +426,26 @@ def test_an_engine_that_starts_as_the_last_holder_of_a_damaged_region_goes_gets_
     assert before.owner is not None
     assert after.owner is not None
     assert after.owner.nonce != before.owner.nonce
+
+
+@pytest.mark.parametrize("suffix", ["meta", "data", "index"])
+def test_a_file_with_a_second_name_which_no_engine_would_open_is_damage_too(
+    make_service: MakeService, suffix: str
+) -> None:
+    running = make_service()
+    before = running.until_state(READY)
+    (path,) = running.directory.glob(f"*.{suffix}")
+    engine = attach(running.directory)
+    os.link(path, running.directory / "second")
+    assert path.name in running.until_state(FAILED).reason
+
+    engine.close()
+    after = running.until_state(READY)
+
+    assert before.owner is not None
+    assert after.owner is not None
+    assert after.owner.nonce != before.owner.nonce
+    attach(running.directory).close()
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,13 @@ class RegionDirectory:
         """(device, inode) that a name leads to now, without following a link; None if it is gone."""
         return identity_at(self.fd, name)
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a name leads to a regular file with no other name, which is all that `open_file` opens."""
+        try:
+            return not oddity(os.stat(name, dir_fd=self.fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
     def unlink_if(self, name: str, identity: tuple[int, int]) -> bool:
         """Remove a name if it still leads to this very file. Call it under the lock."""
         if self.identity(name) != identity:

@@ -31,7 +31,7 @@ from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.names import data_name, index_name, meta_name, temporary_name
 from kvcellar.region.promises import LimitReader, needed_bytes, plan_beside_others
 from kvcellar.region.states import ATTACHABLE, RegionRequest
-from kvcellar.region.wholeness import loss_by_state
+from kvcellar.region.wholeness import has_index, loss_by_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def adopt(directory: RegionDirectory, request: RegionRequest) -> RegionFiles | N
             )
         owner = metafile.read_owner(meta_fd)
         data_fd = _open_data(directory, request.engine_id, owner)
-        if data_fd is not None and _still_wanted(meta_fd, data_fd, owner, request):
+        if data_fd is not None and _still_wanted(directory, meta_fd, data_fd, owner, request):
             there_is = min(file.reserved_bytes(data_fd), owner.capacity_bytes)
             taken = replace(
                 owner,
@@ -183,13 +183,20 @@ def _open_data(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSect
     return directory.open_file(name)
 
 
-def _still_wanted(meta_fd: int, data_fd: int, owner: OwnerSection, request: RegionRequest) -> bool:
+def _still_wanted(
+    directory: RegionDirectory,
+    meta_fd: int,
+    data_fd: int,
+    owner: OwnerSection,
+    request: RegionRequest,
+) -> bool:
     """Adopt what is held, and what is whole and as asked."""
     if stock.held_slots(data_fd, owner.mode):
         return True
     same = (owner.capacity_bytes, owner.mode) == (request.capacity_bytes, request.mode)
     is_whole = not loss_by_state(data_fd, request.engine_id, owner)
-    return same and is_whole and _is_readable(meta_fd)
+    has_all = is_whole and has_index(directory, request.engine_id, owner)
+    return same and has_all and _is_readable(meta_fd)
 
 
 def _is_readable(meta_fd: int) -> bool:

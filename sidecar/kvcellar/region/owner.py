@@ -25,11 +25,10 @@ from kvcellar.region.frame import MAX_SLOTS
 from kvcellar.region.geometry import HUGE_PAGE_BYTES, round_down
 from kvcellar.region.memory import plan
 from kvcellar.region.metadata import OwnerSection, SessionSection, SlotRow
-from kvcellar.region.names import meta_name
 from kvcellar.region.promises import LimitReader
 from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import LEGAL_MOVES, RegionRequest
-from kvcellar.region.wholeness import loss, loss_by_state
+from kvcellar.region.wholeness import loss, loss_by_state, names_damage
 
 logger = logging.getLogger(__name__)
 
@@ -362,17 +361,8 @@ class OwnedRegion:
             raise decided.refusal(self.engine_id, self._request.capacity_setting)
 
     def _file_damage(self) -> str:
-        # Its names are still in it then, so that nothing else would show it, and no engine finds it.
-        if not self._directory.is_there():
-            path = self._directory.path
-            return f"the directory {path} was removed or replaced by another process"
-        name = stock.find_data(self._directory, self.engine_id, self._owner)
-        if self._directory.identity(meta_name(self.engine_id)) != self._meta_identity:
-            return f"the metadata page of region {self.engine_id} was removed or replaced by another process"
-        if self._directory.identity(name) != (self._owner.data_device, self._owner.data_inode):
-            file_name = os.path.basename(name)
-            return f"the data file {file_name} was removed or replaced by another process"
-        return self._loss()
+        names = names_damage(self._directory, self.engine_id, self._owner, self._meta_identity)
+        return names or self._loss()
 
     def _loss(self) -> str:
         return loss_by_state(self._data_fd, self.engine_id, self._owner)

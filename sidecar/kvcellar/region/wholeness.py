@@ -1,4 +1,4 @@
-"""Whether a data file still is what its page says, as far as the file system tells.
+"""Whether the files of a region still are what its page says, as far as the file system tells.
 
 Every container of the pod may write the data file, so any of them can cut it, or punch pages out of it.
 Both leave fewer blocks than the state promises. What it does not show: pages that were punched and then
@@ -8,9 +8,11 @@ That is no worse than what a write of such a process could do, and as little to 
 
 import os
 
-from kvcellar.contract import EngineId
-from kvcellar.region import file
+from kvcellar.contract import EngineId, Mode
+from kvcellar.region import file, stock
+from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.metadata import OwnerSection
+from kvcellar.region.names import index_name, meta_name
 from kvcellar.region.states import ATTACHABLE
 
 
@@ -32,3 +34,32 @@ def loss(data_fd: int, engine_id: EngineId, owner: OwnerSection, *, is_reserved:
 def loss_by_state(data_fd: int, engine_id: EngineId, owner: OwnerSection) -> str:
     """`loss`, of what the owner's state promises: every page once it is Reserved, the size before."""
     return loss(data_fd, engine_id, owner, is_reserved=owner.state in ATTACHABLE)
+
+
+def names_damage(
+    directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection, page: tuple[int, int]
+) -> str:
+    """Why the next engine start would not find or open the files, in a sentence; empty if it would.
+
+    `page` is (device, inode) of the metadata page.
+    """
+    # The names are still in the directory then, so that nothing else would show it.
+    if not directory.is_there():
+        return f"the directory {directory.path} was removed or replaced by another process"
+    if directory.identity(meta_name(engine_id)) != page:
+        return f"the metadata page of region {engine_id} was removed or replaced by another process"
+    data = stock.find_data(directory, engine_id, owner)
+    if directory.identity(data) != (owner.data_device, owner.data_inode):
+        return f"the data file {os.path.basename(data)} was removed or replaced by another process"
+    if not has_index(directory, engine_id, owner):
+        index = index_name(engine_id, owner.nonce)
+        return f"the index file {index} was removed or replaced by another process"
+    for name in (meta_name(engine_id), data):
+        if not directory.is_plain(name):
+            return f"another process has given the file {os.path.basename(name)} a second name"
+    return ""
+
+
+def has_index(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> bool:
+    """Whether ranks can open the index file, where the region has one."""
+    return owner.mode is Mode.STOCK or directory.is_plain(index_name(engine_id, owner.nonce))
