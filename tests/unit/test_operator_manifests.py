@@ -97,3 +97,13 @@ def test_a_field_that_no_profile_has_is_a_typo_in_a_file(
     manifest.write_text(yaml.safe_dump(profile))
     assert main(["inject", "-f", str(manifest)]) == 2
     assert "spec.capacityy is no field" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["&a [*a]", "kind: Pod\nmetadata: &m {name: a, self: *m}\n"])
+def test_a_manifest_that_contains_itself_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(text)
+    assert main(["inject", "-f", str(manifest)]) == 2
+    assert "contains itself" in capsys.readouterr().err

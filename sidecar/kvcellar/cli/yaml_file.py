@@ -1,5 +1,6 @@
 """Manifests as text: read so that every scalar keeps its type, and written so that no text changes its own."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -54,6 +55,10 @@ def read_documents(source: str) -> list[Any]:
         raise ConfigurationError(f"{source} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
+    try:
+        json.dumps(documents, default=str, skipkeys=True)
+    except ValueError as error:  # an anchor that its own node refers to
+        raise ConfigurationError(f"{source} has a node that contains itself") from error
     return [document for document in documents if document is not None]
 
 
