@@ -659,7 +659,8 @@ def test_damage_to_one_copy_is_seen_and_repaired(directory: RegionDirectory) -> 
     assert region.snapshot().damage == ""
     fd = directory.open_file(meta_name(ID))
     for at in (0, frame.OWNER_AT.offset, *map(frame.OWNER_AT.copy_offset, (0, 1))):
-        os.pwrite(fd, b"\xee", at)
+        (byte,) = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([byte ^ 0xEE]), at)
         assert region.snapshot().damage != ""
         region.repair()
         assert region.snapshot().damage == ""
