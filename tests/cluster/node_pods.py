@@ -62,13 +62,13 @@ def engine_pod(name: str, **more: object) -> JsonObject:
     return pod(name, engine_container(**more), {LABEL_INJECT: "true"})  # type: ignore[arg-type]
 
 
-def make_profile(cluster: Cluster, namespace: str, **more: object) -> None:
+def make_profile(cluster: Cluster, namespace: str, name: str = "default", **more: object) -> None:
     spec: JsonObject = {"capacity": str(CAPACITY_BYTES), **more}
     cluster.apply(
         {
             "apiVersion": "kvcellar.dev/v1alpha1",
             "kind": "OffloadProfile",
-            "metadata": {"name": "default", "namespace": namespace},
+            "metadata": {"name": name, "namespace": namespace},
             "spec": spec,
         }
     )

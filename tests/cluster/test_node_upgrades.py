@@ -231,12 +231,6 @@ def test_objects_stay_true_when_only_the_crds_are_newer_and_when_they_are_taken_
     until_told(cluster, namespace, is_newer=False)
 
 
-def make_large_profile(cluster: Cluster, namespace: str) -> None:
-    kind = {"apiVersion": "kvcellar.dev/v1alpha1", "kind": "OffloadProfile"}
-    metadata = {"name": "large", "namespace": namespace}
-    cluster.apply({**kind, "metadata": metadata, "spec": {"capacity": str(LARGE_BYTES)}})
-
-
 def until_whole(cluster: Cluster, namespace: str, name: str, capacity_bytes: int) -> None:
     """Wait until an engine of a pod has loaded from a region of this capacity."""
     until_reason(cluster, namespace, name, "Attached", "EngineAttached")
@@ -249,7 +243,7 @@ def test_a_deployment_is_rolled_to_a_new_profile_and_its_new_pods_have_that_capa
 ) -> None:
     cluster, namespace = installed, pod_namespace
     make_profile(cluster, namespace)
-    make_large_profile(cluster, namespace)
+    make_profile(cluster, namespace, "large", capacity=str(LARGE_BYTES))
     workload = replicated("Deployment", "rolled", 2)
     cluster.apply(workload, options=("--namespace", namespace))
     shapes = Shapes(cluster, namespace)
