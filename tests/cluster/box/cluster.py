@@ -41,6 +41,9 @@ give up waiting for the API server, and are started again as a kubelet or an ini
 _NOT_AGAIN = ("etcd", "kube-apiserver", real_node.HOLDER)
 """Those that others lean on: if one of them ends, the start has failed."""
 
+_CLIENTS = ("kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
+"""Those that watch the API server."""
+
 
 class Cluster(Access):
     """One cluster: `start` and `stop` it, or take `running` as a context."""
@@ -147,6 +150,16 @@ class Cluster(Access):
     def wait_until_ready(self) -> None:
         """Wait until the API server answers that it is ready."""
         self._wait(self._is_ready, "the API server is not ready")
+
+    def restart_clients(self) -> None:
+        """Start everything afresh that watches the API server, after that was away.
+
+        Their watches wait ever longer between two tries: 25 s after the last one that failed, they may
+        need another 50 s to notice that it is back.
+        """
+        for program in [each for each in self._own if each in _CLIENTS]:
+            self.end_program(program, signal.SIGTERM)
+            self.start_program(program)
 
     @property
     def node(self) -> real_node.RunningNode:
