@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Callable
@@ -318,6 +319,17 @@ PLANTS: dict[str, Callable[[Path], None]] = {
 }
 
 
+TOLD = {
+    "symlink": "is no regular file but a symbolic link",
+    "dangling": "is no regular file but a symbolic link",
+    "fifo": "is no regular file but a pipe",
+    "directory": "is no regular file but a directory",
+    "hard link": "has more than one name",
+    "socket": "is no regular file but a socket",
+    "device": "is no regular file but a device",
+}
+
+
 @pytest.fixture
 def precious(volume: Path) -> Path:
     (volume / "precious").write_bytes(b"of somebody else")
@@ -389,6 +401,16 @@ def test_a_planted_temporary_page_is_not_removed(
     assert reclaim_loose(directory) == []
     assert os.path.lexists(path)
     assert precious.read_bytes() == b"of somebody else"
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_what_lies_at_the_name_of_a_page_is_told_in_words(
+    directory: RegionDirectory, precious: Path, kind: str
+) -> None:
+    path = directory.path / meta_name(ID)
+    PLANTS[kind](path)
+    with pytest.raises(RegionMismatch, match=re.escape(f"{path} {TOLD[kind]}: kvcellar did not")):
+        directory.open_file(path.name)
 
 
 def test_a_second_name_for_our_data_file_is_refused(directory: RegionDirectory) -> None:

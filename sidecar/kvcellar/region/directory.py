@@ -29,6 +29,13 @@ _LOCK_PAUSE_S = 0.002
 _MODES = {Owner.SIDECAR: 0o2750, Owner.ENGINE: 0o2770}
 """Engines read the directory and write the files; they create nothing unless they own the region."""
 
+_KINDS = {
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+}
+
 
 class RegionDirectory:
     """An open directory of regions. Make one with `create` or `open`, end it with `close`."""
@@ -180,7 +187,7 @@ class RegionDirectory:
                 raise ConfigurationError(
                     f"{self.path} is mounted read-only: mount the volume writable"
                 ) from error
-            raise RegionMismatch(self._odd_file(name, os.strerror(error.errno or 0))) from error
+            raise RegionMismatch(self._odd_file(name, self._why_not_opened(name, error))) from error
         try:
             status = os.fstat(fd)
         except OSError:
@@ -192,6 +199,13 @@ class RegionDirectory:
                 raise FileNotFoundError(errno.ENOENT, "removed while it was opened", name)
             raise RegionMismatch(self._odd_file(name, odd))
         return fd
+
+    def _why_not_opened(self, name: str, error: OSError) -> str:
+        try:
+            odd = oddity(os.stat(name, dir_fd=self.fd, follow_symlinks=False))
+        except OSError:
+            odd = ""
+        return odd or f"cannot be opened ({error.strerror})"
 
     def _odd_file(self, name: str, why: str) -> str:
         return (
@@ -255,7 +269,7 @@ def identity_at(dir_fd: int, name: str) -> tuple[int, int] | None:
 def oddity(status: os.stat_result) -> str:
     """What shows that nobody made a file so as a region's; empty for a regular file of one name."""
     if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
+        return f"is no regular file but a {_KINDS.get(stat.S_IFMT(status.st_mode), 'device')}"
     return "" if status.st_nlink == 1 else "has more than one name"
 
 
