@@ -26,6 +26,7 @@ from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
 from tests.cluster.box.cluster import Cluster
+from tests.cluster.box.errors import ApiError
 from tests.cluster.operators import (
     OperatorProcess,
     granted,
@@ -326,24 +327,43 @@ def test_what_changed_while_it_was_down_is_true_within_half_a_minute(scene: Scen
     until(lambda: not scene.region(goes.region_name), "what has gone is gone", GONE_S)
 
 
-def test_a_pod_that_a_quota_refuses_is_told(scene: Scene) -> None:
-    base = f"namespaces/{scene.namespace}"
-    scene.cluster.api.create(
-        f"/api/v1/{base}/resourcequotas",
-        {"metadata": {"name": "small"}, "spec": {"hard": {"limits.memory": "1Gi"}}},
-    )
+@pytest.fixture
+def small_quota(scene: Scene) -> Iterator[JsonObject]:
+    """A container that asks for more than the namespace may use; gone afterwards, as the quota is."""
+    base = f"/api/v1/namespaces/{scene.namespace}"
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": {"limits.memory": "1Gi"}}}
     engine = {"name": "e", "image": "e", "resources": {"limits": {"cpu": "1", "memory": "2Gi"}}}
+    scene.cluster.api.create(f"{base}/resourcequotas", quota)
+
+    def is_refused() -> bool:
+        tried = {"metadata": {"name": "tried"}, "spec": {"containers": [engine]}}
+        try:
+            scene.cluster.api.create(f"{base}/pods", tried, dryRun="All")
+        except ApiError as error:
+            return "exceeded quota" in str(error)
+        return False
+
+    try:
+        # The API server lets pods pass for some milliseconds until it has seen a new quota.
+        until(is_refused, "the quota is in force")
+        yield engine
+    finally:
+        scene.cluster.api.delete(f"{base}/resourcequotas/small")
+
+
+def test_a_pod_that_a_quota_refuses_is_told(scene: Scene, small_quota: JsonObject) -> None:
+    base = f"/apis/apps/v1/namespaces/{scene.namespace}"
 
     def owner(plural: str, name: str, labels: dict[str, str]) -> None:
         template = {
             "metadata": {"labels": {"app": name, **labels}},
-            "spec": {"containers": [engine]},
+            "spec": {"containers": [small_quota]},
         }
         spec = {"replicas": 1, "selector": {"matchLabels": {"app": name}}, "template": template}
         if plural == "statefulsets":
             spec["serviceName"] = name
         body = {"metadata": {"name": name}, "spec": spec}
-        scene.cluster.api.create(f"/apis/apps/v1/{base}/{plural}", body)
+        scene.cluster.api.create(f"{base}/{plural}", body)
 
     owners = {"others": "replicasets", "engines": "replicasets", "ordered": "statefulsets"}
     for name, plural in owners.items():
@@ -352,8 +372,7 @@ def test_a_pod_that_a_quota_refuses_is_told(scene: Scene) -> None:
     until(lambda: told.items() <= scene.events().items(), "the Events")
     assert scene.events()[(Told.POD_REFUSED, "others")] == 0
     for name, plural in owners.items():
-        scene.cluster.api.delete(f"/apis/apps/v1/{base}/{plural}/{name}")
-    scene.cluster.api.delete(f"/api/v1/{base}/resourcequotas/small")
+        scene.cluster.api.delete(f"{base}/{plural}/{name}")
 
 
 def test_two_controllers_at_once_do_not_flap(scene: Scene, tmp_path: Path) -> None:
