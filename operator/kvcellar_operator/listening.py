@@ -1,6 +1,8 @@
 """Hears what one pod's sidecar says, or decides that it is silent, and why.
 
 A question that is lost now and then is no silence: of a sidecar that was reachable, it takes two.
+One that was started again begins anew, however long it was silent before: pauses that have grown to
+half a minute must not hide that it answers now.
 """
 
 import time
@@ -24,6 +26,8 @@ class Listener:
         self._sidecars = sidecars
         self._metrics = metrics
         self._failures: dict[Key, int] = {}
+        self._restarts: dict[Key, int] = {}
+        """Of the sidecar, when its failures began."""
 
     def failures(self, key: Key) -> int:
         """Failures in a row."""
@@ -32,6 +36,7 @@ class Listener:
     def forget(self, key: Key) -> None:
         """The pod is gone."""
         self._failures.pop(key, None)
+        self._restarts.pop(key, None)
 
     async def hear(
         self, key: Key, pod: PodView, *, was_reachable: bool
@@ -46,13 +51,18 @@ class Listener:
             regions = await self._sidecars.ask_regions(pod)
         except NoAnswer as error:
             self._metrics.polled(error.why, time.perf_counter() - began_s)
-            self._failures[key] = self.failures(key) + 1
+            self._count_failure(key, pod)
             if was_reachable and self._failures[key] < _ENOUGH:
                 return None
             return _all(pod, Silence(error.why, str(error)))
         self._metrics.polled("ok", time.perf_counter() - began_s)
         self._failures.pop(key, None)
         return await self._of_each(pod, regions)
+
+    def _count_failure(self, key: Key, pod: PodView) -> None:
+        if self._restarts.get(key) != pod.sidecar_restarts:
+            self._restarts[key], self._failures[key] = pod.sidecar_restarts, 0
+        self._failures[key] = self.failures(key) + 1
 
     async def _of_each(
         self, pod: PodView, regions: dict[str, RegionBody]

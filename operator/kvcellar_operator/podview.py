@@ -63,6 +63,7 @@ class PodView:
         sidecar_port: TCP port of the sidecar.
         is_sidecar_running: as the kubelet says.
         sidecar_message: why the sidecar does not run, in the kubelet's words; "" if it does, or starts.
+        sidecar_restarts: how often the kubelet has started it again.
         start_message: why the engine is not started: which init container of ours fails, and how; "" if none does.
         engine_restarts: restarts of the engine containers, summed.
         desired: the annotation that relays the desired state; "" without.
@@ -86,6 +87,7 @@ class PodView:
     sidecar_port: int
     is_sidecar_running: bool
     sidecar_message: str
+    sidecar_restarts: int
     start_message: str
     engine_restarts: int
     desired: str
@@ -129,6 +131,7 @@ def view_pod(body: JsonObject) -> PodView:
         sidecar_port=_port(sidecar or {}),
         is_sidecar_running="running" in child(state, "state"),
         sidecar_message=_why_not(state),
+        sidecar_restarts=int(state.get("restartCount") or 0),
         start_message=_why_no_start(states),
         engine_restarts=_restarts(stamp, items(status, "containerStatuses")),
         desired=annotations(body).get(ANNOTATION_DESIRED, ""),

@@ -1,0 +1,52 @@
+"""How often a sidecar has been silent in a row, which is what the pauses between questions grow by."""
+
+import asyncio
+from typing import Any, cast
+
+from kvcellar.contract import CONTAINER_SIDECAR
+from kvcellar_operator.listening import Listener
+from kvcellar_operator.metrics import ControllerMetrics
+from kvcellar_operator.objects import Key
+from kvcellar_operator.podview import PodView, view_pod
+from kvcellar_operator.sidecars import NoAnswer, Sidecars
+from kvcellar_operator.words import Why
+
+KEY = Key("ns", "engine-0")
+
+
+class Silent:
+    """Sidecars of which none gives an answer that can be used."""
+
+    async def ask_regions(self, _pod: PodView) -> dict[str, Any]:
+        raise NoAnswer(Why.OTHER_CONTRACT, "speaks contract 2")
+
+
+def pod(restarts: int = 0, **state: object) -> PodView:
+    """A pod whose sidecar runs, unless `state` says otherwise."""
+    sidecar = {
+        "name": CONTAINER_SIDECAR,
+        "restartCount": restarts,
+        "state": state or {"running": {}},
+    }
+    metadata = {"namespace": "ns", "name": "engine-0", "uid": "7b0c", "resourceVersion": "1"}
+    status = {"podIP": "10.0.0.1", "phase": "Running", "initContainerStatuses": [sidecar]}
+    return view_pod({"metadata": metadata, "status": status})
+
+
+def failures_after(*looks: PodView) -> int:
+    listener = Listener(cast("Sidecars", Silent()), ControllerMetrics())
+    for each in looks:
+        asyncio.run(listener.hear(KEY, each, was_reachable=False))
+    return listener.failures(KEY)
+
+
+def test_failures_in_a_row_are_counted() -> None:
+    assert failures_after(*[pod()] * 5) == 5
+
+
+def test_a_sidecar_that_was_started_again_is_asked_as_often_as_a_new_one() -> None:
+    assert failures_after(*[pod()] * 5, pod(restarts=1)) == 1
+
+
+def test_a_sidecar_that_is_not_there_has_not_failed_to_answer() -> None:
+    assert failures_after(*[pod()] * 5, pod(terminated={"reason": "OOMKilled"})) == 0
