@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -202,6 +202,21 @@ def pod_namespace(
             evidence.save(node_box, name, tmp_path / "evidence")
         else:
             _figures_of(request.node).add_pods(node_box, name)
+
+
+@pytest.fixture
+def pod_namespaces(
+    request: pytest.FixtureRequest, node_box: Cluster, tmp_path: Path
+) -> Iterator[Sequence[str]]:
+    """Three of `pod_namespace`, for pods that bear the same name."""
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(_restricted_namespace(node_box)) for _ in range(3)]
+        yield names
+        for name in names:
+            if request.node.stash.get(_HAS_FAILED, False):
+                evidence.save(node_box, name, tmp_path / "evidence" / name)
+            else:
+                _figures_of(request.node).add_pods(node_box, name)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class Figures:
     more: dict[str, str] = field(default_factory=dict)
 
     def add_pods(self, cluster: Cluster, namespace: str) -> None:
-        """Read the pods of a namespace, which are still there."""
+        """Read the pods of a namespace, which are still there; of several, restarts add up."""
         counted: Counter[str] = Counter()
         for pod in cluster.api.get(f"/api/v1/namespaces/{namespace}/pods")["items"]:
             status = pod.get("status", {})
@@ -62,8 +62,9 @@ class Figures:
         took_s = _took_s.pop(namespace, [])
         # Of pods that are gone by now, only the kills are known.
         seen = Counter(container for container, _ in took_s)
-        self.restarts = dict(counted | seen)
-        self.recovery_s = max((each for _, each in took_s), default=None)
+        self.restarts = dict(Counter(self.restarts) + (counted | seen))
+        before = () if self.recovery_s is None else (self.recovery_s,)
+        self.recovery_s = max((*before, *(each for _, each in took_s)), default=None)
 
     def write(self, test: str) -> None:
         """Append them to the run's file, if it has one."""

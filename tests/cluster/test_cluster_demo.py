@@ -55,6 +55,10 @@ def test_the_demo_runs_a_vllm_that_offloads_and_answers_alike_after_a_kill(
 
 
 def remove(cluster: Cluster) -> None:
+    # At once: with all the time that its pod gives it, vLLM takes ten seconds to end.
+    workload = ("deployment,pod", "--all", "--namespace", demo.NAMESPACE)
+    cluster.kubectl("delete", *workload, "--grace-period=1", timeout_s=90)
     namespace = ("delete", "namespace", demo.NAMESPACE, "--ignore-not-found")
-    cluster.kubectl(*namespace, timeout_s=90)
-    cluster.kubectl("delete", "pv", f"{demo.NAMESPACE}-vllm", "--ignore-not-found")
+    cluster.kubectl(*namespace, "--wait=false")
+    volume = ("delete", "pv", f"{demo.NAMESPACE}-vllm", "--ignore-not-found")
+    cluster.kubectl(*volume, "--wait=false")

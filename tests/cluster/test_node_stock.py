@@ -146,8 +146,9 @@ def test_an_unmodified_vllm_joins_the_sidecar_s_file_and_leaves_nothing_when_it_
     )
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.soak)])
 def test_the_janitor_with_the_engine_s_user_removes_each_file_that_a_killed_vllm_left(
-    installed: Cluster, pod_namespace: str
+    installed: Cluster, pod_namespace: str, kills: int
 ) -> None:
     cluster, namespace = installed, pod_namespace
     make_profile(cluster, namespace, containers=["engine"], shmHeadroom="64Mi")
@@ -155,7 +156,7 @@ def test_the_janitor_with_the_engine_s_user_removes_each_file_that_a_killed_vllm
     first = until_it_has_its_region(cluster, namespace)["file"]
     # A file that a process has is nobody's orphan, however often the janitor looks.
     assert first in files(cluster, namespace)
-    for number in range(1, 3):
+    for number in range(1, kills + 1):
         left = until_it_has_its_region(cluster, namespace)["file"]
         kill_container(cluster, namespace, "engine")
         until_restarted(cluster, namespace, "engine", number)
@@ -165,8 +166,8 @@ def test_the_janitor_with_the_engine_s_user_removes_each_file_that_a_killed_vllm
     # It is gone from the root a second before it is gone for good.
     sidecar = NodeSidecar.of(cluster, namespace, "engine")
     until(
-        lambda: sidecar.metrics().get("kvcellar_orphans_reclaimed_total") == 2,
-        "both files are counted",
+        lambda: sidecar.metrics().get("kvcellar_orphans_reclaimed_total") == kills,
+        "each file is counted",
         30.0,
     )
     assert len(files(cluster, namespace)) == 1
