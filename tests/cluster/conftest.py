@@ -32,6 +32,8 @@ _NEEDS_ROOT = (
     "a real node takes namespaces, mounts and cgroups: run as root the {} tests that need one"
 )
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+_NAMESPACE = "kvc-test-"
+"""How the name of each test's own begins."""
 _HAS_FAILED = pytest.StashKey[bool]()
 _HAS_PASSED = pytest.StashKey[bool]()
 _NODE_TESTS = pytest.StashKey[int]()
@@ -167,6 +169,7 @@ def node_box(
         for archive in archives.values():
             running.node.import_image(archive)
         yield running
+        until(lambda: not _pods_of_tests(running), "the pods of the tests have ended", 90.0)
     assert running.traces() == []
     if not request.session.testsfailed:
         shutil.rmtree(folder)
@@ -241,9 +244,18 @@ def record_pods(
         _figures_of(request.node).add_pods(node_box, shared_namespace)
 
 
+def _pods_of_tests(cluster: Cluster) -> list[str]:
+    pods = cluster.api.get("/api/v1/pods")["items"]
+    return [
+        each["metadata"]["name"]
+        for each in pods
+        if each["metadata"]["namespace"].startswith(_NAMESPACE)
+    ]
+
+
 @contextlib.contextmanager
 def _restricted_namespace(node_box: Cluster) -> Iterator[str]:
-    name = f"kvc-test-{secrets.token_hex(4)}"
+    name = f"{_NAMESPACE}{secrets.token_hex(4)}"
     space = {"metadata": {"name": name, "labels": _RESTRICTED}}
     node_box.api.create("/api/v1/namespaces", space)
     until(
@@ -251,8 +263,9 @@ def _restricted_namespace(node_box: Cluster) -> Iterator[str]:
         f"the default ServiceAccount of namespace {name}",
     )
     yield name
+    # They end beside the next test; `node_box` waits for all.
     pods = ("delete", "pods", "--all", "--namespace", name)
-    node_box.kubectl(*pods, "--grace-period=1", timeout_s=90)
+    node_box.kubectl(*pods, "--grace-period=1", "--wait=false", timeout_s=90)
     node_box.kubectl("delete", "namespace", name, "--wait=false")
 
 
@@ -272,7 +285,7 @@ def cluster(
 @pytest.fixture
 def namespace(cluster: Access) -> Iterator[str]:
     """A namespace of the test's own, ready for pods."""
-    name = f"kvc-test-{secrets.token_hex(4)}"
+    name = f"{_NAMESPACE}{secrets.token_hex(4)}"
     body: JsonObject = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     cluster.api.create("/api/v1/namespaces", body)
 

@@ -49,7 +49,7 @@ STORIES = (
     ),
     Story(
         1,
-        "a real vLLM offloads, is killed, and gives the same tokens; the README's quick start",
+        "the demo's vLLM offloads, and in a soak answers alike after a kill; the README's quick start",
         ("test_cluster_demo.py", "test_quick_start.py"),
     ),
     Story(

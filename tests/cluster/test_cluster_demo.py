@@ -1,8 +1,9 @@
-"""``make cluster-demo``: a real vLLM that kvcellar is injected into, killed and asked again."""
+"""``make cluster-demo``: a real vLLM that kvcellar is injected into and, in a soak, killed and asked again."""
 
 import os
 import signal
 import urllib.request
+from collections.abc import Iterator
 
 import pytest
 
@@ -28,30 +29,47 @@ def used_bytes(address: str) -> float:
     )
 
 
-def test_the_demo_runs_a_vllm_that_offloads_and_answers_alike_after_a_kill(
-    installed: Cluster, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("demo")
-    request.addfinalizer(lambda: remove(installed))
-    request.addfinalizer(lambda: evidence.save(installed, demo.NAMESPACE, folder))
+@pytest.fixture
+def demonstrated(
+    installed: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, str]]:
+    """The cluster with the demo in it, and the address of its vLLM; the demo is gone afterwards."""
+    try:
+        yield installed, demo.run(installed)
+    finally:
+        evidence.save(installed, demo.NAMESPACE, tmp_path_factory.mktemp("demo"))
+        remove(installed)
 
-    address = demo.run(installed)
-    first = answer(address, prompt())
-    assert first
+
+def test_the_demo_runs_a_vllm_that_offloads(demonstrated: tuple[Cluster, str]) -> None:
+    _, address = demonstrated
+    assert answer(address, prompt())
     until(lambda: used_bytes(address) > 0, "vLLM has offloaded blocks")
 
-    made = the_pod(installed)
+
+# In CI it is test_node_vllm.py that kills a vLLM in a pod.
+@pytest.mark.soak
+def test_the_demo_s_vllm_answers_alike_after_a_kill(demonstrated: tuple[Cluster, str]) -> None:
+    cluster, address = demonstrated
+    first = answer(address, prompt())
+    assert first
+    kill_vllm(cluster)
+    until(lambda: restarts(cluster) == 1, "vLLM is started again")
+    assert until(lambda: answer(address, prompt()), "vLLM serves again", START_S) == first
+
+
+def restarts(cluster: Cluster) -> int:
+    count: int = the_pod(cluster)["status"]["containerStatuses"][0]["restartCount"]
+    return count
+
+
+def kill_vllm(cluster: Cluster) -> None:
+    made = the_pod(cluster)
     state = made["status"]["containerStatuses"][0]
-    group = installed.node.memory_of_pod(made["metadata"]["uid"])
+    group = cluster.node.memory_of_pod(made["metadata"]["uid"])
     assert group is not None
     for pid in group.container(state["containerID"]).pids:
         os.kill(pid, signal.SIGKILL)
-
-    until(
-        lambda: the_pod(installed)["status"]["containerStatuses"][0]["restartCount"] == 1,
-        "vLLM is started again",
-    )
-    assert until(lambda: answer(address, prompt()), "vLLM serves again", START_S) == first
 
 
 def remove(cluster: Cluster) -> None:
