@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,20 @@ def test_a_file_that_cannot_be_read_keeps_what_was_good(tmp_path: Path) -> None:
         path.write_text(text(a=DesiredRegion(5)))
         assert file.look()
         assert file.current.problem == ""
+
+
+@pytest.mark.parametrize("spoil", [Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"{")])
+def test_a_file_that_cannot_be_used_costs_no_descriptor(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "desired.json"
+    spoil(path)
+    file = DesiredFile(path, UID)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        file.look()
+    assert file.current.problem
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_without_a_path_nothing_is_ever_desired() -> None:

@@ -104,7 +104,11 @@ def _read(path: Path) -> bytes:
         fd = os.open(path, _NEVER_BLOCK)
     except FileNotFoundError:
         return b""
-    with os.fdopen(fd, "rb") as file:
+    try:
+        # Before it is a file of Python's: of a folder that cannot be made, and the descriptor would stay open.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise InvalidDesiredState("it is no regular file")
-        return file.read(MAX_DESIRED_BYTES + 1)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(MAX_DESIRED_BYTES + 1)
+    finally:
+        os.close(fd)
