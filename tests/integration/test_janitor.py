@@ -1,5 +1,6 @@
 """Files of stock vLLM in a volume: which go, which stay and why, and what a kill in between leaves."""
 
+import json
 import mmap
 import os
 import socket
@@ -350,6 +351,19 @@ def test_a_sidecar_that_may_not_reclaim_leaves_everything(
     assert [(o["name"], o["action"]) for o in orphans] == [(NAME, "kept")] * (policy == "report")
     assert sidecar.metrics()["kvcellar_foreign_bytes"] == (4 * MIB if policy == "report" else 0)
     assert sidecar.get("/livez")[0] == 200
+
+
+def test_a_name_that_is_no_text_is_shown_by_its_escapes(
+    volume: Path, make_sidecar: MakeSidecar
+) -> None:
+    path = make(volume, os.fsdecode(b"vllm_offload_\xff\n.mmap"))
+    os.link(path, volume / "second")
+    age(path)
+    sidecar = make_sidecar().start()
+    (orphan,) = sidecar.until_state("Ready")["orphans"]
+    assert (orphan["name"], orphan["action"]) == (r"vllm_offload_\udcff\n.mmap", "kept")
+    status = sidecar.run("status", "--json")
+    assert (status.returncode, json.loads(status.stdout)["regions"][0]["orphans"]) == (0, [orphan])
 
 
 def test_a_live_engine_s_file_is_no_orphan_but_counts_as_foreign(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvcellar.contract import Janitor as Policy
-from kvcellar.contract import OrphanBody
+from kvcellar.contract import OrphanBody, printable
 from kvcellar.daemon.orphans import KEPT, RECLAIMED, REMEMBERED, Sweep
 from kvcellar.daemon.reopening import ReopenedDirectory
 from kvcellar.errors import KVCellarError
@@ -106,7 +106,8 @@ class Cleaner:
 
     def _note(self, file: StockFile) -> None:
         reason = "no engine had it"
-        self._reclaimed.append(OrphanBody(file.name, file.size_bytes, RECLAIMED, reason))
+        name = printable(file.name)
+        self._reclaimed.append(OrphanBody(name, file.size_bytes, RECLAIMED, reason))
         logger.info("orphan reclaimed", extra={"file": file.name, "size_bytes": file.size_bytes})
         self.sweep = Sweep(
             self.sweep.orphans,
@@ -134,7 +135,8 @@ def lying_stock(left: list[StockFile]) -> list[OrphanBody]:
     """What lies in the root without an engine, and why; one that an engine has, or may have just made, is none."""
     reason = "no engine has it; `kvcellar clean` removes it, or the janitor with KVCELLAR_JANITOR=reclaim"
     return [
-        OrphanBody(file.name, file.size_bytes, KEPT, file.reason or reason)
+        # Any bytes may be a name, also those that are no text and that no answer could hold.
+        OrphanBody(printable(file.name), file.size_bytes, KEPT, file.reason or reason)
         for file in left
         if not (file.is_held or file.is_new)
     ]
