@@ -332,7 +332,8 @@ def test_memory_that_vanishes_while_reserving_is_given_back(
     assert state_of(region) == "Reserving"
     region.fail(str(refusal.value))
     (volume / "neighbour").unlink()
-    region.retry()
+    with directory.lock():
+        region.retry()
     region.reserve(never)
     assert state_of(region) == "Reserved"
     assert region.owner.reason == ""
@@ -571,10 +572,12 @@ def test_a_held_region_whose_data_lacks_pages_is_adopted_as_failed_and_not_fille
     assert again.owner.settled_bytes <= had * 512
     again.reserve(never)
     again.settle(never)
-    again.retry()
+    with directory.lock():
+        again.retry()
     assert (state_of(again), os.fstat(holder).st_blocks) == ("Failed", had)
     os.close(holder)
-    again.retry()
+    with directory.lock():
+        again.retry()
     assert state_of(again) == "Reserving"
 
 

@@ -19,7 +19,7 @@ from kvcellar.region.names import data_name, meta_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
 from kvcellar.region.survey import survey
-from tests.integration.conftest import Fork, MakeSidecar
+from tests.integration.conftest import Fork, MakeSidecar, MakeVolume
 from tests.support.children import Child
 from tests.support.sidecars import Sidecar, attach, until
 from tests.support.volumes import mount_tmpfs, unmount, used_bytes
@@ -317,6 +317,23 @@ def test_a_file_that_was_tampered_with_fails_and_is_made_anew_once_unheld(
     sidecar.until_state("Ready")
     assert (path.stat().st_size, path.stat().st_blocks * 512) == (32 * MIB, 32 * MIB)
     assert path.stat().st_ino != inode
+
+
+def test_a_region_whose_memory_vanished_while_it_was_reserved_goes_on_once_there_is_room(
+    make_sidecar: MakeSidecar, make_volume: MakeVolume
+) -> None:
+    large = make_volume(1024 * MIB)
+    sidecar = make_sidecar(
+        on=large, KVCELLAR_MODE="stock", KVCELLAR_CAPACITY="900Mi", KVCELLAR_HUGE_PAGES="never"
+    ).start()
+    until(lambda: sidecar.region().get("reservedBytes"), "some of it is reserved")
+    greedy = large / "greedy"
+    with greedy.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 200 * MIB)
+    assert "size of the tmpfs" in sidecar.until_state("Failed")["reason"]
+    greedy.unlink()
+    assert sidecar.until_state("Ready")["reservedBytes"] == 900 * MIB
+    assert len(sidecar.events("region made")) == 1
 
 
 def test_a_region_that_does_not_fit_leaves_the_name_to_the_engine(

@@ -105,7 +105,8 @@ class OwnedRegion:
             os.close(files.data_fd)
             raise making.as_refusal(error, request) from error
         try:
-            region.retry()
+            with directory.lock():
+                region.retry()
             if lost := region._loss():
                 region.fail(lost)
         except (KVCellarError, OSError) as error:
@@ -194,13 +195,13 @@ class OwnedRegion:
     def retry(self) -> None:
         """Leave state Failed, to run `reserve` again; not while somebody holds the failed region.
 
+        Call it under the lock, so that its promise counts from the plan on.
         A held region failed because its file was cut or replaced: reserving it anew would hand zeros to
         an engine that believes in its contents.
         """
         if self._owner.state is RegionState.FAILED and not self.held():
             if self._owner.mode is Mode.STOCK:
-                with self._directory.lock():
-                    stock.hide(self._directory, self.engine_id, self._owner)
+                stock.hide(self._directory, self.engine_id, self._owner)
             self._move(RegionState.RESERVING, "")
 
     # --- look (any thread) -------------------------------------------------------------------------------

@@ -171,13 +171,15 @@ class Look(Scene):
 
     @override
     def prepare(self) -> Action:
-        region = Sidecar(self.path).ready().region
+        sidecar = Sidecar(self.path).ready()
+        region = sidecar.region
 
         def act() -> None:
             region.snapshot()
             region.repair()
             region.fail("it was asked to")
-            region.retry()
+            with sidecar.directory.lock():
+                region.retry()
 
         return act
 

@@ -200,7 +200,8 @@ class StockAgain(_Stock):
         def act() -> None:
             try:
                 sidecar.region.fail("it was asked to")
-                sidecar.region.retry()
+                with sidecar.directory.lock():
+                    sidecar.region.retry()
                 sidecar.region.reserve(never)
             except KVCellarError:
                 sidecar.close()  # it may have another file by now, so all of them go
