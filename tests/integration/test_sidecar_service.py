@@ -476,6 +476,75 @@ def test_what_takes_a_name_of_ours_is_left_alone_and_the_region_waits_for_the_na
     assert running.until_state(READY).reason == ""
 
 
+def give_a_second_name(directory: Path) -> None:
+    os.link(data_file(directory), directory / "second")
+
+
+@pytest.mark.parametrize(
+    "harm", [remove, remove_page, remove_index, rename_directory, give_a_second_name]
+)
+@pytest.mark.parametrize(
+    ("step", "state"), [("reserve_step", "Reserving"), ("settle_step", "Reserved")]
+)
+def test_damage_is_told_while_the_region_is_still_being_reserved_or_settled(
+    make_service: MakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Path], None],
+    step: str,
+    state: str,
+) -> None:
+    real, may_hurry, done = getattr(file, step), threading.Event(), []
+
+    def slowly(fd: int, offset_bytes: int, *more: int) -> None:
+        may_hurry.wait(0.2)  # a large region takes minutes
+        real(fd, offset_bytes, *more)
+        done.append(offset_bytes)
+
+    monkeypatch.setattr(file, "STEP_BYTES", 2 * MIB)
+    monkeypatch.setattr(file, step, slowly)
+    running = make_service(KVCELLAR_CAPACITY="64Mi", KVCELLAR_HUGE_PAGES="never")
+    before = running.until_state(RegionState(state))
+    until(lambda: done, "a step")
+    harm(running.directory)
+    failed = running.until_state(FAILED)
+    assert "another process" in failed.reason
+    assert len(done) < 16, "half of it was not done yet"
+
+    may_hurry.set()
+    after = running.until_state(READY)
+
+    assert before.owner is not None
+    assert after.owner is not None
+    assert after.owner.nonce != before.owner.nonce
+    attach(running.directory).close()
+
+
+def test_a_page_that_was_cut_on_a_full_volume_is_damage_until_it_can_be_made_anew(
+    make_service: MakeService, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = make_service()
+    running.until_state(READY)
+    engine = attach(running.directory)
+    os.truncate(running.directory / "eng.meta", 0)
+    full = volume / "full"
+    with full.open("wb") as filling:
+        stat = os.statvfs(volume)
+        os.posix_fallocate(filling.fileno(), 0, stat.f_bfree * stat.f_frsize)
+    assert "the metadata page is cut" in running.until_state(FAILED).reason
+    states: set[RegionState] = set()
+
+    def tried_again() -> bool:
+        states.add(running.view().state)
+        return caplog.messages.count("region failed") >= 3
+
+    until(tried_again, "it was tried again in vain")
+    assert states == {FAILED}
+    full.unlink()
+    engine.close()
+    running.until_state(READY)
+    attach(running.directory).close()
+
+
 def test_a_region_whose_settling_fails_under_an_engine_is_made_anew_afterwards(
     make_service: MakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from kvcellar.daemon.observed import observed
 from kvcellar.daemon.place import RegionPlace
 from kvcellar.daemon.retention import RetentionClock
 from kvcellar.daemon.rules import KeeperRules
+from kvcellar.daemon.soundness import sound_snapshot
 from kvcellar.daemon.status import RegionView, owned_view, released_view
 from kvcellar.errors import DoesNotFit, KVCellarError, RegionHeld, RegionMismatch
 from kvcellar.region.directory import RegionDirectory
@@ -240,10 +241,10 @@ class RegionKeeper:
         self._region, self._is_damaged = None, False
 
     def _has_to_stop(self) -> bool:
-        """Called between two steps: the moment to show the progress, and to take up what is desired."""
+        """Called between two steps: the moment to show the progress, to look for damage, and to take up wishes."""
         self._take_desired()
         if self._region is not None:
-            self._show(self._region)
+            self._show_seen(sound_snapshot(self._region))
         return self._stop.is_set() or self._frees_now()
 
     def _announce(self, region: OwnedRegion, state: RegionState, event: str) -> None:
@@ -263,14 +264,7 @@ class RegionKeeper:
 
     def _watch(self, region: OwnedRegion) -> None:
         self._take_desired()
-        seen = region.snapshot()
-        if seen.damage:
-            region.repair()
-            again = region.snapshot()
-            if again.damage:
-                raise RegionMismatch(again.damage)
-            logger.warning("metadata page repaired", extra=self._fields(damage=seen.damage))
-            seen = again
+        seen = sound_snapshot(region)
         before = len(self.view.participants)
         self._show_seen(seen)
         if len(self.view.participants) != before:
