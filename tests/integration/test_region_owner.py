@@ -781,6 +781,35 @@ def test_a_release_frees_all_memory_although_the_name_of_its_page_is_taken(
     assert used_bytes(volume) == 0
 
 
+def keep_by_a_rename(path: Path) -> None:
+    path.rename(path.with_name("mine"))
+
+
+def keep_by_a_second_name(path: Path) -> None:
+    os.link(path, path.with_name("mine"))
+
+
+@pytest.mark.parametrize("keep", [keep_by_a_rename, keep_by_a_second_name])
+def test_a_release_frees_the_pages_of_a_file_that_another_process_keeps_by_a_name(
+    directory: RegionDirectory, volume: Path, keep: Callable[[Path], None]
+) -> None:
+    region = make(directory)
+    keep(directory.path / data_name(ID, region.owner.nonce))
+    assert region.release()
+    assert directory.names() == ["mine"]
+    assert used_bytes(volume) == 0
+
+
+def test_a_release_frees_the_pages_of_a_file_that_another_process_has_open(
+    directory: RegionDirectory, volume: Path
+) -> None:
+    region = make(directory)
+    fd = data_fd(directory, region)
+    assert region.release()
+    assert (directory.names(), used_bytes(volume)) == ([], 0)
+    os.close(fd)
+
+
 def test_an_owner_that_forked_for_something_else_can_be_followed_by_the_next(
     directory: RegionDirectory, volume: Path, fork: Fork
 ) -> None:

@@ -150,6 +150,17 @@ def remove(
     directory.unlink_regular(index_name(engine_id, owner.nonce))
 
 
+def free_unheld(data_fd: int, owner: OwnerSection) -> None:
+    """Give back the pages of a data file that has lost its names, unless somebody holds it.
+
+    Its last close would free them, but another process may keep it by a name or a descriptor of its own. The
+    size stays, since the janitor leaves an empty file alone. Not for under the lock: a large file takes seconds.
+    """
+    with contextlib.suppress(OSError):
+        if not stock.held_slots(data_fd, owner.mode):
+            file.free_all(data_fd, owner.capacity_bytes)
+
+
 def identity(fd: int) -> tuple[int, int]:
     """(device, inode) of an open file."""
     status = os.fstat(fd)

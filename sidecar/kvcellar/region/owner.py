@@ -278,6 +278,8 @@ class OwnedRegion:
 
         The page is opened again by name under the lock: a late clean-up of an old generation finds
         another inode and leaves it alone. A stock region that engines could find takes a second longer.
+        The pages go also where another process has kept the file by a name or a descriptor of its own:
+        nobody holds it, and the next region needs them.
         """
         is_stock = self._owner.mode is Mode.STOCK
         if is_stock and not stock.withdraw(
@@ -289,6 +291,7 @@ class OwnedRegion:
                 return False
             making.remove(self._directory, self.engine_id, self._owner, self._meta_identity)
             self._owner = replace(self._owner, state=RegionState.RELEASED, reason="")
+        making.free_unheld(self._data_fd, self._owner)
         self.close()
         return True
 
