@@ -214,14 +214,27 @@ def test_the_notice_of_a_sidecar_that_was_killed_makes_way_for_a_region(
     assert len(sidecar.files) == 3
 
 
-def test_a_notice_that_was_removed_is_put_up_again(
-    sidecar: Sidecar, desired: DownwardVolume
+def remove_the_page(directory: Path) -> None:
+    (directory / "eng.meta").unlink()
+
+
+def write_over_the_page(directory: Path) -> None:
+    (directory / "eng.meta").write_bytes(b"x" * META_BYTES)
+
+
+@pytest.mark.parametrize("harm", [shutil.rmtree, remove_the_page, write_over_the_page])
+def test_a_notice_that_was_removed_or_damaged_is_put_up_again(
+    sidecar: Sidecar, desired: DownwardVolume, volume: Path, harm: Callable[[Path], object]
 ) -> None:
     desired.write(wish(2, retention="now"))
     sidecar.until_state("Released")
-    shutil.rmtree(sidecar.directory)
-    until(lambda: "eng.meta" in sidecar.files, "a notice")
+    until(lambda: sidecar.owner(), "a notice")
+    harm(sidecar.directory)
+    until(sidecar.directory.exists, "the directory")
+    with pytest.raises(NotReady, match="freed under the retention now"):
+        attach(sidecar.directory)
     assert sidecar.region()["state"] == "Released"
+    assert is_all_freed(sidecar, volume)
 
 
 def test_now_waits_for_the_last_holder_however_it_ends(

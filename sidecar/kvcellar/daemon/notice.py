@@ -22,9 +22,13 @@ class Notice:
 
     def put_up(self, directory: RegionDirectory, reason: str) -> None:
         """Show why, unless that is up already; where it fails, engines wait as long as they do without."""
-        if self._region is not None or self._request.mode is Mode.STOCK:
+        if self._request.mode is Mode.STOCK:
             return  # a stock vLLM reads no page: it makes its own file at once
         try:
+            if self._region is not None:
+                if not self._region.snapshot().damage:
+                    return
+                self.take_down()
             region = OwnedRegion.acquire(directory, self._request, list)
             if region.is_adopted:
                 region.close()  # somebody has made one meanwhile: it is no notice, and may be held
