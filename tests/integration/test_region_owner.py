@@ -21,7 +21,7 @@ from kvcellar.errors import (
     RegionHeld,
     RegionMismatch,
 )
-from kvcellar.region import file, frame, locks
+from kvcellar.region import file, frame, locks, syscalls
 from kvcellar.region.directory import RegionDirectory
 from kvcellar.region.geometry import HUGE_PAGE_BYTES
 from kvcellar.region.index_file import index_bound_bytes
@@ -740,6 +740,29 @@ def test_a_data_file_cut_while_it_is_reserved_is_not_called_reserved(
         region.reserve(cut_once)
     assert state_of(region) == "Reserving"
     os.close(fd)
+
+
+@pytest.mark.parametrize("replace_by", [Path.mkdir, Path.touch])
+def test_what_takes_the_names_of_a_region_that_is_being_made_stays_and_costs_no_descriptor(
+    directory: RegionDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    replace_by: Callable[[Path], None],
+) -> None:
+    rename = syscalls.rename_no_replace
+
+    def come_before(dir_fd: int, old: str, new: str) -> None:
+        for name in directory.names():
+            (directory.path / name).unlink()
+            replace_by(directory.path / name)
+        (directory.path / new).mkdir()
+        rename(dir_fd, old, new)
+
+    monkeypatch.setattr(syscalls, "rename_no_replace", come_before)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigurationError, match=f"region {ID} of 8388608 bytes cannot be made"):
+        own(directory)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(directory.names()) == 4
 
 
 # --- ending

@@ -126,7 +126,10 @@ def create(
         syscalls.rename_no_replace(directory.fd, temporary, meta_name(engine_id))
     except (OSError, KVCellarError) as error:
         for name, fd in made.items():
-            _unlink_quietly(directory, name)
+            with contextlib.suppress(
+                OSError
+            ):  # the next sweep removes it, or it is not ours any more
+                directory.unlink_if(name, identity(fd))
             os.close(fd)
         raise as_refusal(error, request) from error
     if index in made:
@@ -217,11 +220,6 @@ def _is_readable(meta_fd: int) -> bool:
     except MetadataDamaged:
         return False
     return True
-
-
-def _unlink_quietly(directory: RegionDirectory, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory.fd)
 
 
 def as_refusal(
