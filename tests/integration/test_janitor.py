@@ -15,9 +15,10 @@ import pytest
 
 from kvcellar.contract import EngineId, Mode
 from kvcellar.daemon.cleaning import lying_stock
+from kvcellar.daemon.orphans import REMEMBERED
 from kvcellar.region import leases
 from kvcellar.region.directory import RegionDirectory
-from kvcellar.region.janitor import Janitor, StockFile
+from kvcellar.region.janitor import MOST_ASIDE, Janitor, StockFile
 from kvcellar.region.names import quarantine_name
 from kvcellar.region.owner import OwnedRegion
 from kvcellar.region.states import RegionRequest
@@ -70,6 +71,25 @@ def test_what_nobody_has_goes_with_its_pages(
     assert (sorted(gone), left) == (sorted(names), {})
     assert os.statvfs(volume).f_bfree == before
     assert not os.listdir(directory.path)
+
+
+def test_thousands_of_files_go_a_few_at_a_time_and_a_few_are_shown(
+    volume: Path, directory: RegionDirectory, janitor: Janitor
+) -> None:
+    for number in range(MOST_ASIDE + 5):
+        make(volume, f"vllm_offload_{number:03}.mmap", 4096)
+    assert len(lying_stock(janitor.look(directory))) == REMEMBERED
+    before = len(os.listdir("/proc/self/fd"))
+    left = janitor.set_aside(directory)
+    assert len(os.listdir("/proc/self/fd")) <= before + MOST_ASIDE + 1
+    assert {file.reason for file in left} == {
+        f"{MOST_ASIDE} others are removed first: it goes at one of the next looks"
+    }
+    janitor.close()  # it was killed, and the next one goes on
+    gone, _ = clean(janitor, directory)
+    assert len(gone) == MOST_ASIDE
+    gone, kept = clean(janitor, directory)
+    assert (len(gone), kept, os.listdir(volume)) == (5, {}, [directory.path.name])
 
 
 def test_a_file_lies_aside_for_a_while_before_it_goes(

@@ -132,11 +132,14 @@ class Cleaner:
 
 
 def lying_stock(left: list[StockFile]) -> list[OrphanBody]:
-    """What lies in the root without an engine, and why; one that an engine has, or may have just made, is none."""
+    """What lies in the root without an engine, and why; one that an engine has, or may have just made, is none.
+
+    The first `REMEMBERED` of them: whoever may write to the volume may leave any number.
+    """
     reason = "no engine has it; `kvcellar clean` removes it, or the janitor with KVCELLAR_JANITOR=reclaim"
+    lying = [file for file in left if not (file.is_held or file.is_new)]
     return [
         # Any bytes may be a name, also those that are no text and that no answer could hold.
         OrphanBody(printable(file.name), file.size_bytes, KEPT, file.reason or reason)
-        for file in left
-        if not (file.is_held or file.is_new)
+        for file in lying[:REMEMBERED]
     ]

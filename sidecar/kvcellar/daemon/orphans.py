@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 RECLAIMED = "reclaimed"
 KEPT = "kept"
 REMEMBERED = 32
-"""Reclaimed files that the status goes on showing; the metrics count all of them."""
+"""Reclaimed files that the status goes on showing, and files of stock vLLM that lie there; the metrics count all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from kvcellar.region.quarantine import Place, SetAside
 
 YOUNG_S = 2.0
 """A file that was made, or changed its size, less long ago is left to the next look."""
+MOST_ASIDE = 64
+"""Files that lie aside at a time: each costs a descriptor, and anybody may leave thousands."""
 _LOOK = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_WAY_BACK = "its old name is taken, or may not be used: move it by hand"
 
@@ -196,6 +198,8 @@ class Janitor:
 
     def _set_aside(self, directory: RegionDirectory, place: Place, fd: int, file: StockFile) -> str:
         """Rename a file whose lease is taken; why it cannot be, or an empty sentence."""
+        if len(self._waiting) >= MOST_ASIDE:
+            return f"{MOST_ASIDE} others are removed first: it goes at one of the next looks"
         aside = Place(directory.fd, quarantine_name(os.fstat(fd).st_ino, place.name))
         kept_fd = os.dup(fd)  # the same description, and so the same lease
         try:
@@ -228,6 +232,8 @@ class Janitor:
             old = quarantined(name)
             if old is None or name in own or engine_of_meta(name) or engine_of_part(name):
                 continue
+            if len(self._waiting) >= MOST_ASIDE:
+                break
             if (
                 left := self._resume(Place(directory.fd, name), Place(root_fd, old[1]), old[0])
             ) is not None:
