@@ -5,6 +5,7 @@
 
 import mmap
 import os
+import shutil
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -317,6 +318,38 @@ def test_a_file_that_was_tampered_with_fails_and_is_made_anew_once_unheld(
     sidecar.until_state("Ready")
     assert (path.stat().st_size, path.stat().st_blocks * 512) == (32 * MIB, 32 * MIB)
     assert path.stat().st_ino != inode
+
+
+def test_a_region_whose_directory_was_removed_goes_with_its_file(
+    volume: Path, directory: RegionDirectory
+) -> None:
+    region = made(directory)
+    shutil.rmtree(directory.path)
+    assert region.release()
+    assert (os.listdir(volume), used_bytes(volume)) == ([], 0)
+
+
+def test_a_region_whose_hidden_name_is_taken_goes_once_that_is_free(
+    volume: Path, directory: RegionDirectory
+) -> None:
+    region = made(directory)
+    hidden = directory.path / data_name(ID, region.owner.nonce)
+    hidden.mkdir()
+    with pytest.raises(RegionMismatch, match=f"{hidden} is there already"):
+        region.release()
+    hidden.rmdir()
+    assert region.release()
+    assert (os.listdir(volume), used_bytes(volume)) == ([directory.path.name], 0)
+
+
+def test_the_pages_of_a_file_that_another_process_has_renamed_go_with_the_region(
+    volume: Path, directory: RegionDirectory
+) -> None:
+    region = made(directory)
+    kept = (volume / NAME).rename(volume / "vllm_offload_other.mmap")
+    assert region.release()
+    # Not an empty file, which the janitor would leave alone.
+    assert (kept.stat().st_size, used_bytes(volume)) == (8 * MIB, 0)
 
 
 def test_a_region_whose_memory_vanished_while_it_was_reserved_goes_on_once_there_is_room(

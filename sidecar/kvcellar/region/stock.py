@@ -111,11 +111,25 @@ def publish(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection
 
 
 def hide(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> bool:
-    """Take vLLM's name from the data file; whether it had it. Call it under the lock."""
-    published = published_name(engine_id)
+    """Take vLLM's name from the data file; whether it had it. Call it under the lock.
+
+    In a directory that was removed nothing can be hidden: the file keeps the name then.
+
+    Raises:
+        RegionMismatch: another file has the hidden name.
+    """
+    published, hidden = published_name(engine_id), data_name(engine_id, owner.nonce)
     if directory.identity(published) != (owner.data_device, owner.data_inode):
         return False
-    syscalls.rename_no_replace(directory.fd, published, data_name(engine_id, owner.nonce))
+    try:
+        syscalls.rename_no_replace(directory.fd, published, hidden)
+    except FileNotFoundError:
+        return False
+    except FileExistsError as error:
+        raise RegionMismatch(
+            f"{directory.path / hidden} is there already, and it is not what this sidecar made for engine {engine_id}: "
+            "remove it, so that the region can be made anew"
+        ) from error
     return True
 
 
