@@ -126,9 +126,8 @@ def create(
         syscalls.rename_no_replace(directory.fd, temporary, meta_name(engine_id))
     except (OSError, KVCellarError) as error:
         for name, fd in made.items():
-            with contextlib.suppress(
-                OSError
-            ):  # the next sweep removes it, or it is not ours any more
+            # Where it cannot, the next sweep does.
+            with contextlib.suppress(OSError):
                 directory.unlink_if(name, identity(fd))
             os.close(fd)
         raise as_refusal(error, request) from error
