@@ -593,9 +593,33 @@ def test_the_owner_s_own_section_is_repaired_from_memory(
     running = make_service()
     running.until_state(READY)
     damage(running.directory, OWNER_AT)
-    until(lambda: "metadata page repaired" in caplog.messages, "the repair")
+    until(lambda: "region repaired" in caplog.messages, "the repair")
     attach(running.directory).close()
     assert running.view().state is READY
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o700, 0o2700])
+def test_the_mode_of_the_directory_is_set_again_so_that_engines_can_open_it(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    running = make_service()
+    running.until_state(READY)
+    running.directory.chmod(mode)
+    until(lambda: "region repaired" in caplog.messages, "the repair")
+    assert running.directory.stat().st_mode & 0o7777 == 0o2750
+    assert running.view().state is READY
+
+
+def test_a_page_that_was_cut_is_written_anew_with_every_page_of_it(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = make_service()
+    running.until_state(READY)
+    page = running.directory / "eng.meta"
+    os.truncate(page, 0)
+    until(lambda: "region repaired" in caplog.messages, "the repair")
+    assert page.stat().st_blocks * 512 == META_BYTES
+    attach(running.directory).close()
 
 
 def test_a_page_that_nobody_can_read_is_left_alone(make_service: MakeService) -> None:

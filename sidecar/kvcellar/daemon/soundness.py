@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def sound_snapshot(region: OwnedRegion) -> RegionSnapshot:
-    """The region as it is now; what its owner can put right in the metadata page is put right.
+    """The region as it is now; what its owner can put right, the page and the directory's mode, is put right.
 
     Raises:
         RegionMismatch: its files are damaged.
@@ -26,7 +26,5 @@ def sound_snapshot(region: OwnedRegion) -> RegionSnapshot:
     again = region.snapshot()
     if again.damage:
         raise RegionMismatch(again.damage)
-    logger.warning(
-        "metadata page repaired", extra={"engine_id": region.engine_id, "damage": seen.damage}
-    )
+    logger.warning("region repaired", extra={"engine_id": region.engine_id, "damage": seen.damage})
     return again

@@ -40,10 +40,11 @@ _KINDS = {
 class RegionDirectory:
     """An open directory of regions. Make one with `create` or `open`, end it with `close`."""
 
-    def __init__(self, fd: int, path: Path) -> None:
-        """Take over an open descriptor of the directory."""
+    def __init__(self, fd: int, path: Path, mode: int | None = None) -> None:
+        """Take over an open descriptor of the directory; `mode` is what its owner has set."""
         self.fd = fd
         self.path = path
+        self._mode = mode
         self._thread_lock = threading.Lock()
         close_in_children(self)
 
@@ -88,7 +89,7 @@ class RegionDirectory:
                 ) from error
         finally:
             os.close(parent_fd)
-        return cls(fd, path)
+        return cls(fd, path, _MODES[owner])
 
     @classmethod
     def open(cls, path: Path) -> "RegionDirectory":
@@ -112,6 +113,15 @@ class RegionDirectory:
             return False
         ours = os.fstat(self.fd)
         return (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def has_mode(self) -> bool:
+        """Whether the mode still is what its owner has set; of one that was only opened nobody asks that."""
+        return self._mode is None or stat.S_IMODE(os.fstat(self.fd).st_mode) == self._mode
+
+    def mend_mode(self) -> None:
+        """Set the mode again, if somebody has changed it."""
+        if self._mode is not None and not self.has_mode():
+            os.fchmod(self.fd, self._mode)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -263,10 +263,11 @@ class OwnedRegion:
 
     @_in_words
     def repair(self) -> None:
-        """Write the owner section again from memory, over whatever damaged it."""
+        """Set the directory's mode, and write the owner section from memory, over whatever damaged them."""
+        self._directory.mend_mode()
         header = frame.pack_header()
         if os.pread(self._meta_fd, len(header), 0) != header:
-            os.ftruncate(self._meta_fd, frame.META_BYTES)
+            os.posix_fallocate(self._meta_fd, 0, frame.META_BYTES)  # also its holes
             os.pwrite(self._meta_fd, header, 0)
         metafile.write_owner(self._meta_fd, self._owner)
 

@@ -46,6 +46,8 @@ def names_damage(
     # The names are still in the directory then, so that nothing else would show it.
     if not directory.is_there():
         return f"the directory {directory.path} was removed or replaced by another process"
+    if not directory.has_mode():
+        return f"the mode of the directory {directory.path} was changed by another process"
     if directory.identity(meta_name(engine_id)) != page:
         return f"the metadata page of region {engine_id} was removed or replaced by another process"
     data = stock.find_data(directory, engine_id, owner)
