@@ -1,6 +1,7 @@
 """Hears what one pod's sidecar says, or decides that it is silent, and why.
 
-A question that is lost now and then is no silence: of a sidecar that was reachable, it takes two.
+A question that is lost now and then is no silence: of a sidecar that was reachable, it takes two. A sidecar
+that has just started does not listen yet, which is no silence either.
 One that was started again begins anew, however long it was silent before: pauses that have grown to
 half a minute must not hide that it answers now.
 """
@@ -17,6 +18,9 @@ from kvcellar_operator.words import Why
 
 _ENOUGH = 2
 """Failures in a row after which a sidecar that was reachable is not."""
+_STARTED = 5
+"""Failures to connect after which a sidecar that was not should listen: with a second between two, more than
+an interpreter takes to start on a busy node."""
 
 
 class Listener:
@@ -52,7 +56,7 @@ class Listener:
         except NoAnswer as error:
             self._metrics.polled(error.why, time.perf_counter() - began_s)
             self._count_failure(key, pod)
-            if was_reachable and self._failures[key] < _ENOUGH:
+            if self.failures(key) < _patience(error.why, was_reachable=was_reachable):
                 return None
             return _all(pod, Silence(error.why, str(error)))
         self._metrics.polled("ok", time.perf_counter() - began_s)
@@ -82,6 +86,13 @@ class Listener:
                 message = f"the sidecar at {pod.ip} has regions of other engines: {others}"
                 heard[engine_id] = Silence(Why.WRONG_SIDECAR, message)
         return heard
+
+
+def _patience(why: Why, *, was_reachable: bool) -> int:
+    """How many failures in a row make a silence."""
+    if was_reachable:
+        return _ENOUGH
+    return _STARTED if why is Why.CONNECTION_FAILED else 1
 
 
 def _known_silence(pod: PodView) -> Silence | None:

@@ -97,8 +97,10 @@ def _of_silence(
     status = {**kept, **known, **({"memory": memory} if memory else {})}
     open_question = _Holds("Unknown", silence.why, silence.message)
     holds = dict.fromkeys(Condition, open_question)
-    is_over = silence.why in (Why.POD_ENDED, Why.POD_GONE)
-    reachable = "Unknown" if silence.why is Why.POD_PENDING else "False"
+    # A pod that is not looked at any more may have lost its label only: its memory is as it was.
+    is_over = silence.why is Why.POD_ENDED
+    is_asked = silence.why not in (Why.POD_PENDING, Why.POD_GONE)
+    reachable = "False" if is_asked else "Unknown"
     holds[Condition.REACHABLE] = _Holds(reachable, silence.why, silence.message)
     if silence.why in QUIET:
         holds[Condition.DEGRADED] = _Holds("False", Why.AS_EXPECTED)

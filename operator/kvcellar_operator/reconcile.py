@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvcellar.contract import ANNOTATION_DESIRED, RegionState
+from kvcellar.contract import ANNOTATION_DESIRED, LABEL_INJECT, RegionState
 from kvcellar_operator import regions
 from kvcellar_operator.cluster import Api, ApiFailure, Conflict, Forbidden, NotFound, Unreachable
 from kvcellar_operator.config import ControllerSettings
@@ -40,6 +40,8 @@ _REFUSED_S = 10.0
 """An API server that starts refuses everything until it has read its rules."""
 _GONE_S = 15.0
 """A pod that is gone takes its regions with it; what is left of them after this is told so."""
+_PENDING_S = 10.0
+"""A pod that has not started by then is shown as such; most have, and their first status is one with figures."""
 
 
 _BEGINNING = (RegionState.PLANNED, RegionState.RESERVING)
@@ -66,6 +68,7 @@ class Reconciler:
         self._written_s: dict[Key, float] = {}
         self._missing_s: dict[Key, float] = {}
         self._answered: set[Key] = set()
+        self._pending_s: dict[Key, float] = {}
 
     async def visit(self, key: Key) -> float | None:
         """Look at a pod; returns the seconds until the next look, or None if only a change matters."""
@@ -112,7 +115,10 @@ class Reconciler:
         is_asked = any(
             isinstance(each, Heard) or each.why is Why.WRONG_SIDECAR for each in heard.values()
         )
-        return self._settings.poll_s if is_asked else _WAITING_S
+        if is_asked:
+            return self._settings.poll_s
+        is_unsaid = any(not each.get("status") for each in self._world.regions_of(key))
+        return _PENDING_S if is_unsaid else _WAITING_S
 
     # --- pods without a sidecar ---------------------------------------------------------------------
 
@@ -148,7 +154,10 @@ class Reconciler:
         since_s = self._missing_s.setdefault(key, now_s)
         if now_s - since_s < _GONE_S:
             return _GONE_S - (now_s - since_s)
-        gone = Silence(Why.POD_GONE, "the pod is not looked at any more")
+        gone = Silence(
+            Why.POD_GONE,
+            f"the pod was deleted, or has lost the label {LABEL_INJECT}: what its region holds is not known",
+        )
         for body in left:
             await self._keep(_view_of_gone(body), body, gone)
         return None
@@ -207,7 +216,9 @@ class Reconciler:
     def _can_wait(self, key: Key, heard: Heard | Silence) -> bool:
         """Whether a first status can wait for the next look, which often saves a write."""
         if isinstance(heard, Silence):
-            return heard.why is Why.POD_PENDING
+            now_s = time.monotonic()
+            since_s = self._pending_s.setdefault(key, now_s)
+            return heard.why is Why.POD_PENDING and now_s - since_s < _PENDING_S
         is_first = key not in self._answered
         self._answered.add(key)
         # Most regions are reserved before the next look.
@@ -255,6 +266,7 @@ class Reconciler:
         """An object is gone."""
         self._written_s.pop(key, None)
         self._answered.discard(key)
+        self._pending_s.pop(key, None)
 
 
 def _is_reachable(body: JsonObject) -> bool:

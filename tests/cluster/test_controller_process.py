@@ -246,6 +246,44 @@ def test_a_pod_without_its_sidecar_is_told(scene: Scene) -> None:
     assert scene.events()[(Told.NOT_INJECTED, "bare")] == 1
 
 
+def test_a_pod_that_waits_or_has_lost_its_label_is_shown_as_such(scene: Scene) -> None:
+    waits = region_object_name("waits", scene.create("waits")["metadata"]["uid"])
+    engine = scene.run("unlabelled")
+    scene.until_holds(engine.region_name, "Attached", "True", "EngineAttached")
+    before = scene.region(engine.region_name)["status"]
+
+    def label(value: str | None) -> None:
+        labels = {"metadata": {"labels": {LABEL_INJECT: value}}}
+        scene.cluster.api.patch(f"/api/v1/namespaces/{scene.namespace}/pods/unlabelled", labels)
+
+    label(None)
+    scene.until_holds(engine.region_name, "Reserved", "Unknown", "PodGone")
+    scene.until_holds(waits, "Reachable", "Unknown", "PodPending")
+    after = scene.region(engine.region_name)["status"]
+    for same in ("phase", "residentBytes", "usedBytes"):
+        assert after[same] == before[same], same
+
+    label("true")
+    scene.until_holds(engine.region_name, "Attached", "True", "EngineAttached")
+    assert scene.events()[(Told.REGION_RESERVED, engine.region_name)] == 1
+    assert scene.events()[(Told.REGION_RELEASED, engine.region_name)] == 0
+
+
+def test_a_sidecar_that_has_just_started_and_does_not_listen_yet_is_no_warning(
+    scene: Scene,
+) -> None:
+    uid = scene.create("slow-start")["metadata"]["uid"]
+    sidecar = scene.sidecars.add()
+    sidecar.regions, sidecar.manner = [attached(uid)], Manner.HANGUP
+    simulated.mark_running(scene.cluster, scene.namespace, "slow-start", sidecar.ip)
+    time.sleep(2.0)
+    sidecar.manner = Manner.WELL
+    name = region_object_name("slow-start", uid)
+    scene.until_holds(name, "Attached", "True", "EngineAttached")
+    told = {reason for reason, about in scene.events() if about == name}
+    assert told == {Told.REGION_RESERVED, Told.ENGINE_ATTACHED}
+
+
 def test_a_pod_of_which_no_capacity_is_known_has_an_object_that_says_so(scene: Scene) -> None:
     half = Profile(capacity=Capacity("50%", share=Fraction(1, 2)))
     pod = scene.create("endless", half, limit="")["metadata"]

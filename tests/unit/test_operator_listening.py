@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
+
 from kvcellar.contract import CONTAINER_SIDECAR
 from kvcellar_operator.listening import Listener
 from kvcellar_operator.metrics import ControllerMetrics
@@ -17,8 +19,11 @@ KEY = Key("ns", "engine-0")
 class Silent:
     """Sidecars of which none gives an answer that can be used."""
 
+    def __init__(self, why: Why = Why.OTHER_CONTRACT) -> None:
+        self.why = why
+
     async def ask_regions(self, _pod: PodView) -> dict[str, Any]:
-        raise NoAnswer(Why.OTHER_CONTRACT, "speaks contract 2")
+        raise NoAnswer(self.why, "no answer")
 
 
 def pod(restarts: int = 0, **state: object) -> PodView:
@@ -50,3 +55,24 @@ def test_a_sidecar_that_was_started_again_is_asked_as_often_as_a_new_one() -> No
 
 def test_a_sidecar_that_is_not_there_has_not_failed_to_answer() -> None:
     assert failures_after(*[pod()] * 5, pod(terminated={"reason": "OOMKilled"})) == 0
+
+
+@pytest.mark.parametrize(
+    ("why", "was_reachable", "looks"),
+    [
+        (Why.CONNECTION_FAILED, False, 5),
+        (Why.CONNECTION_FAILED, True, 2),
+        (Why.TIMEOUT, True, 2),
+        (Why.TIMEOUT, False, 1),
+        (Why.OTHER_CONTRACT, False, 1),
+    ],
+)
+def test_a_sidecar_is_called_silent_after_as_many_looks_as_it_may_need(
+    why: Why, was_reachable: bool, looks: int
+) -> None:
+    """One that has just started does not listen yet: a warning at each start would be of no use."""
+    listener = Listener(cast("Sidecars", Silent(why)), ControllerMetrics())
+    seen = 1
+    while asyncio.run(listener.hear(KEY, pod(), was_reachable=was_reachable)) is None:
+        seen += 1
+    assert seen == looks

@@ -191,6 +191,19 @@ def test_what_ends_leaves_nothing() -> None:
     assert told[2:] == [Told.REGION_RELEASED, Told.ENGINE_DETACHED]
 
 
+def test_a_pod_that_lost_its_label_keeps_what_was_heard_of_it() -> None:
+    gone = Silence(Why.POD_GONE, "the pod was deleted, or has lost the label")
+    status, told = follow(attached(ENGINE, usedBytes=7), gone, attached(ENGINE, usedBytes=7))
+    before, _ = follow(attached(ENGINE, usedBytes=7))
+    assert told == follow(attached(ENGINE, usedBytes=7))[1]
+    assert status["residentBytes"] == before["residentBytes"] > 0
+
+    status, _ = follow(attached(ENGINE, usedBytes=7), gone)
+    assert (status["phase"], status["usedBytes"]) == ("Ready", 7)
+    for kind in (Condition.RESERVED, Condition.ATTACHED, Condition.REACHABLE):
+        assert holds(status, kind) == ("Unknown", "PodGone")
+
+
 @pytest.mark.parametrize("why", UNINJECTED)
 def test_a_pod_without_its_sidecar_is_degraded(why: Why) -> None:
     status, told = follow(Silence(why, "the webhook was not asked"))
