@@ -78,9 +78,11 @@ def _applied(
     spec = region.get("spec") or {}
     if "contents" not in spec and "retention" not in spec:
         return generation
-    if isinstance(heard, Heard):
-        return heard.region.observedGeneration
-    return previous.get("observedGeneration")
+    before: int | None = previous.get("observedGeneration")
+    if not isinstance(heard, Heard):
+        return before
+    # A sidecar that has not heard of a first wish yet says 0, and what was in force before still is.
+    return max(heard.region.observedGeneration, before or 0)
 
 
 # --- status and conditions ------------------------------------------------------------------------------

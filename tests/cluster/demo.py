@@ -35,6 +35,9 @@ vLLM runs in the namespace demo, with kvcellar beside it. Try:
 
 def main() -> int:
     """Install, deploy, wait, and say what can be looked at."""
+    if not (FOLDER / "kubeconfig").exists():
+        sys.stderr.write("there is no cluster here: run make cluster\n")
+        return 1
     try:
         with Access(FOLDER / "kubeconfig", programs(), FOLDER) as cluster:
             address = run(cluster)

@@ -261,6 +261,10 @@ def test_the_generation_that_is_in_force_is_shown() -> None:
     wished = observe(POD, answer, an_object(contents="keep"), NOW).status
     assert wished["observedGeneration"] == 2
     assert all(each["observedGeneration"] == 3 for each in wished["conditions"])
+    # The sidecar has not heard of it yet; what was in force without a wish still is.
+    unheard = Heard(attached(ENGINE, observedGeneration=0))
+    early = observe(POD, unheard, an_object({"observedGeneration": 2}, contents="keep"), NOW)
+    assert early.status["observedGeneration"] == 2
 
 
 def test_times_of_conditions_move_with_their_status_only() -> None:
