@@ -13,8 +13,8 @@ from kvcellar_operator.reasons import Reason
 from kvcellar_operator.words import Why
 
 NOT_INJECTED = (
-    "the pod has opted in to kvcellar and came up without its sidecar: the webhook was not asked, or could "
-    "not mark the pod"
+    "the pod has opted in to kvcellar and came up without its sidecar: the label was set after "
+    "it was created, or the webhook was not asked, or could not mark it"
 )
 _NO_CAPACITY = (Reason.NO_MEMORY_LIMIT, Reason.CAPACITY_TOO_SMALL, Reason.CAPACITY_TOO_LARGE)
 

@@ -78,8 +78,10 @@ WHYS: dict[Why, Explanation] = {
         "Delete the OffloadRegion, or set the label again.",
     ),
     Why.NOT_INJECTED: Explanation(
-        "The pod was created while the webhook did not answer, or did not apply to it: it has no sidecar.",
-        "Look at the webhook's Deployment and its namespace selector; create the pod anew.",
+        "The pod was labelled after it was created, or created while the webhook did not answer or did not apply "
+        "to it: it has no sidecar.",
+        "Set the label where the pod is made from, its template; else look at the webhook's Deployment and its "
+        "namespace selector. Create the pod anew.",
     ),
     Why.CAPACITY_UNKNOWN: Explanation(
         "The webhook found no capacity for the region, so the pod has no sidecar; the message says why.",
@@ -170,8 +172,9 @@ TOLD: dict[Told, Explanation] = {
     Told.SIDECAR_REACHABLE: Explanation("The sidecar answers again.", "None needed."),
     Told.ORPHAN_RECLAIMED: Explanation("A file that nobody held was removed.", "None needed."),
     Told.NOT_INJECTED: Explanation(
-        "A pod that has opted in came up without its sidecar: the webhook was not asked.",
-        "Look at the webhook's Deployment and its namespace selector; create the pod anew.",
+        "A pod that has opted in came up without its sidecar: it was labelled later, or the webhook was not asked.",
+        "Set the label where the pod is made from, its template; else look at the webhook's Deployment and its "
+        "namespace selector. Create the pod anew.",
     ),
     Told.POD_REFUSED: Explanation(
         "Pods that have opted in are refused by a quota or a LimitRange, which count the sidecar as well.",
