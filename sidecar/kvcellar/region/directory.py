@@ -115,8 +115,11 @@ class RegionDirectory:
         return (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino)
 
     def has_mode(self) -> bool:
-        """Whether the mode still is what its owner has set; of one that was only opened nobody asks that."""
-        return self._mode is None or stat.S_IMODE(os.fstat(self.fd).st_mode) == self._mode
+        """Whether the mode is one that an owner sets; of a directory that was only opened nobody asks that.
+
+        Not just this owner's: an engine that owns its region makes it in the same directory, and widens that.
+        """
+        return self._mode is None or stat.S_IMODE(os.fstat(self.fd).st_mode) in _MODES.values()
 
     def mend_mode(self) -> None:
         """Set the mode again, if somebody has changed it."""
