@@ -10,6 +10,7 @@ import json
 import ssl
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -113,7 +114,11 @@ class Api:
             ApiError: the server refused it.
             OSError: no server answered.
         """
-        status, raw = self.raw(method, path, body, query=query, content_type=content_type)
+        for _ in range(100):  # a server that has just started asks for patience
+            status, raw = self.raw(method, path, body, query=query, content_type=content_type)
+            if status != http.client.TOO_MANY_REQUESTS:
+                break
+            time.sleep(0.1)
         answer: JsonObject = json.loads(raw)
         if status >= http.client.BAD_REQUEST:
             reason, message = answer.get("reason", ""), answer.get("message", "")
