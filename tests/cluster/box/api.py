@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -23,6 +24,8 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 
 _TIMEOUT_S = 30.0
+_PATIENCE_S = 10.0
+"""With a server that is ready and asks to come again later: just started, it does so of kinds that CRDs define."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,12 @@ class Api:
             ApiError: the server refused it.
             OSError: no server answered.
         """
-        for _ in range(100):  # a server that has just started asks for patience
-            status, raw = self.raw(method, path, body, query=query, content_type=content_type)
-            if status != http.client.TOO_MANY_REQUESTS:
-                break
+        ask = partial(self.raw, method, path, body, query=query, content_type=content_type)
+        deadline = time.monotonic() + _PATIENCE_S
+        status, raw = ask()
+        while status == http.client.TOO_MANY_REQUESTS and time.monotonic() < deadline:
             time.sleep(0.1)
+            status, raw = ask()
         answer: JsonObject = json.loads(raw)
         if status >= http.client.BAD_REQUEST:
             reason, message = answer.get("reason", ""), answer.get("message", "")
