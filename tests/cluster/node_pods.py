@@ -213,7 +213,7 @@ def events(cluster: Cluster, namespace: str, reason: str) -> Sequence[JsonObject
 
 
 def assert_nothing_is_left(cluster: Cluster, made: JsonObject) -> None:
-    """Of a pod that is deleted: no cgroup, no mount, no folder, no container."""
+    """Of a pod that is deleted: no cgroup, no mount, no folder."""
     uid = made["metadata"]["uid"]
     until(lambda: cluster.node.memory_of_pod(uid) is None, "the pod's cgroup is gone")
     until(

@@ -150,9 +150,10 @@ class RunningNode:
         """The memory cgroup of a pod; None if there is none (any more)."""
         return cgroups.memory_of_pod(self.place.name, pod_uid)
 
-    def containers(self) -> list[str]:
-        """The ids of all containers that the runtime knows, the sandboxes among them."""
-        return self._ctr("containers", "list", "--quiet").stdout.split()
+    def containers_of_pod(self, pod_uid: str) -> list[str]:
+        """The ids of a pod's containers that the runtime knows, its sandbox among them."""
+        its_own = f'labels."io.kubernetes.pod.uid"=={pod_uid}'
+        return self._ctr("containers", "list", "--quiet", its_own).stdout.split()
 
     def runtime_answers(self) -> bool:
         """Whether the container runtime can be asked."""
