@@ -16,7 +16,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.cluster import charts, evidence, figures, traces
+from tests.cluster import charts, evidence, figures, namespaces, traces
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
@@ -32,8 +32,6 @@ _NEEDS_ROOT = (
     "a real node takes namespaces, mounts and cgroups: run as root the {} tests that need one"
 )
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-_NAMESPACE = "kvc-test-"
-"""How the name of each test's own begins."""
 _HAS_FAILED = pytest.StashKey[bool]()
 _HAS_PASSED = pytest.StashKey[bool]()
 _NODE_TESTS = pytest.StashKey[int]()
@@ -169,7 +167,7 @@ def node_box(
         for archive in archives.values():
             running.node.import_image(archive)
         yield running
-        until(lambda: not _pods_of_tests(running), "the pods of the tests have ended", 90.0)
+        until(lambda: not namespaces.pods_left(running), "the pods of the tests have ended", 90.0)
     assert running.traces() == []
     if not request.session.testsfailed:
         shutil.rmtree(folder)
@@ -199,12 +197,8 @@ def pod_namespace(
     request: pytest.FixtureRequest, node_box: Cluster, tmp_path: Path
 ) -> Iterator[str]:
     """A namespace on the real node that takes restricted pods only; a failed test leaves evidence."""
-    with _restricted_namespace(node_box) as name:
+    with _namespace_of(request.node, node_box, tmp_path) as name:
         yield name
-        if request.node.stash.get(_HAS_FAILED, False):
-            evidence.save(node_box, name, tmp_path / "evidence")
-        else:
-            _figures_of(request.node).add_pods(node_box, name)
 
 
 @pytest.fixture
@@ -213,13 +207,8 @@ def pod_namespaces(
 ) -> Iterator[Sequence[str]]:
     """Three of `pod_namespace`, for pods that bear the same name."""
     with contextlib.ExitStack() as stack:
-        names = [stack.enter_context(_restricted_namespace(node_box)) for _ in range(3)]
-        yield names
-        for name in names:
-            if request.node.stash.get(_HAS_FAILED, False):
-                evidence.save(node_box, name, tmp_path / "evidence" / name)
-            else:
-                _figures_of(request.node).add_pods(node_box, name)
+        each = (_namespace_of(request.node, node_box, tmp_path) for _ in range(3))
+        yield [stack.enter_context(one) for one in each]
 
 
 @pytest.fixture(scope="module")
@@ -244,18 +233,20 @@ def record_pods(
         _figures_of(request.node).add_pods(node_box, shared_namespace)
 
 
-def _pods_of_tests(cluster: Cluster) -> list[str]:
-    pods = cluster.api.get("/api/v1/pods")["items"]
-    return [
-        each["metadata"]["name"]
-        for each in pods
-        if each["metadata"]["namespace"].startswith(_NAMESPACE)
-    ]
+@contextlib.contextmanager
+def _namespace_of(test: pytest.Item, node_box: Cluster, folder: Path) -> Iterator[str]:
+    """A restricted namespace of one test, whose pods are evidence if it fails, and figures if not."""
+    with _restricted_namespace(node_box) as name:
+        yield name
+        if test.stash.get(_HAS_FAILED, False):
+            evidence.save(node_box, name, folder / "evidence" / name)
+        else:
+            _figures_of(test).add_pods(node_box, name)
 
 
 @contextlib.contextmanager
 def _restricted_namespace(node_box: Cluster) -> Iterator[str]:
-    name = f"{_NAMESPACE}{secrets.token_hex(4)}"
+    name = namespaces.new_name()
     space = {"metadata": {"name": name, "labels": _RESTRICTED}}
     node_box.api.create("/api/v1/namespaces", space)
     until(
@@ -285,7 +276,7 @@ def cluster(
 @pytest.fixture
 def namespace(cluster: Access) -> Iterator[str]:
     """A namespace of the test's own, ready for pods."""
-    name = f"{_NAMESPACE}{secrets.token_hex(4)}"
+    name = namespaces.new_name()
     body: JsonObject = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     cluster.api.create("/api/v1/namespaces", body)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.access import Need
 from kvcellar_operator.crd import definitions
+from tests.cluster import namespaces
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
@@ -43,7 +44,7 @@ def install_crds(cluster: Access) -> None:
 @contextlib.contextmanager
 def own_namespace(cluster: Access) -> Iterator[str]:
     """A namespace for the tests of a module, which share what they start: a start takes seconds."""
-    name = f"kvc-test-{secrets.token_hex(4)}"
+    name = namespaces.new_name()
     cluster.api.create("/api/v1/namespaces", {"metadata": {"name": name}})
     path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
     until(lambda: cluster.api.raw("GET", path)[0] == http.HTTPStatus.OK, f"{name} is ready")

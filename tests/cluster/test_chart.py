@@ -8,7 +8,6 @@ chart gave them, and the pod of `helm test` is simulated by running its command.
 import contextlib
 import json
 import os
-import secrets
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from kvcellar.contract import ANNOTATION_INJECTED, ANNOTATION_SKIPPED, LABEL_INJ
 from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.inject import InjectSettings, inject
 from kvcellar_operator.profiles import Profile
+from tests.cluster import namespaces
 from tests.cluster.box import simulated
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.api import JsonObject
@@ -231,7 +231,7 @@ def test_a_second_release_leaves_the_crds_to_the_first(
 
 @pytest.fixture
 def other_namespace(box: Cluster) -> Iterator[str]:
-    name = f"kvc-test-{secrets.token_hex(4)}"
+    name = namespaces.new_name()
     box.kubectl("create", "namespace", name)
     until(
         lambda: box.kubectl("get", "sa", "default", "-n", name, check=False).returncode == 0,
