@@ -7,6 +7,7 @@ half a minute must not hide that it answers now.
 """
 
 import time
+from dataclasses import dataclass
 
 from kvcellar.contract import RegionBody, RegionState
 from kvcellar_operator.heard import Heard, Silence
@@ -23,24 +24,31 @@ _STARTED = 5
 an interpreter takes to start on a busy node."""
 
 
+@dataclass(slots=True)
+class _Row:
+    """Failures in a row of one life of a sidecar."""
+
+    restarts: int
+    failures: int = 0
+    silences: int = 0
+
+
 class Listener:
     """Asks sidecars and counts their failures."""
 
     def __init__(self, sidecars: Sidecars, metrics: ControllerMetrics) -> None:
         self._sidecars = sidecars
         self._metrics = metrics
-        self._failures: dict[Key, int] = {}
-        self._restarts: dict[Key, int] = {}
-        """Of the sidecar, when its failures began."""
+        self._rows: dict[Key, _Row] = {}
 
-    def failures(self, key: Key) -> int:
-        """Failures in a row."""
-        return self._failures.get(key, 0)
+    def silences(self, key: Key) -> int:
+        """How many looks in a row have found a silence: the pauses grow by them, not by lost questions."""
+        row = self._rows.get(key)
+        return row.silences if row else 0
 
     def forget(self, key: Key) -> None:
         """The pod is gone."""
-        self._failures.pop(key, None)
-        self._restarts.pop(key, None)
+        self._rows.pop(key, None)
 
     async def hear(
         self, key: Key, pod: PodView, *, was_reachable: bool
@@ -48,25 +56,29 @@ class Listener:
         """What is known of each of the pod's regions; None if the question should first be repeated."""
         silence = _known_silence(pod)
         if silence is not None:
-            self._failures.pop(key, None)
+            self._rows.pop(key, None)
             return _all(pod, silence)
         began_s = time.perf_counter()
         try:
             regions = await self._sidecars.ask_regions(pod)
         except NoAnswer as error:
             self._metrics.polled(error.why, time.perf_counter() - began_s)
-            self._count_failure(key, pod)
-            if self.failures(key) < _patience(error.why, was_reachable=was_reachable):
+            if not self._is_silence(key, pod, _patience(error.why, was_reachable=was_reachable)):
                 return None
             return _all(pod, Silence(error.why, str(error)))
         self._metrics.polled("ok", time.perf_counter() - began_s)
-        self._failures.pop(key, None)
+        self._rows.pop(key, None)
         return await self._of_each(pod, regions)
 
-    def _count_failure(self, key: Key, pod: PodView) -> None:
-        if self._restarts.get(key) != pod.sidecar_restarts:
-            self._restarts[key], self._failures[key] = pod.sidecar_restarts, 0
-        self._failures[key] = self.failures(key) + 1
+    def _is_silence(self, key: Key, pod: PodView, patience: int) -> bool:
+        """Count a failure; whether it is more than one to be patient with. A silence stays one."""
+        row = self._rows.get(key)
+        if row is None or row.restarts != pod.sidecar_restarts:
+            row = self._rows[key] = _Row(pod.sidecar_restarts)
+        row.failures += 1
+        if row.silences or row.failures >= patience:
+            row.silences += 1
+        return row.silences > 0
 
     async def _of_each(
         self, pod: PodView, regions: dict[str, RegionBody]

@@ -104,11 +104,11 @@ class Reconciler:
         return self._next_s(key, heard)
 
     def _next_s(self, key: Key, heard: Mapping[str, Heard | Silence]) -> float:
-        n_failures = self._listener.failures(key)
-        if n_failures:
+        n_silences = self._listener.silences(key)
+        if n_silences:
             return float(
                 min(
-                    self._settings.poll_s * 2 ** min(n_failures - 1, 8),
+                    self._settings.poll_s * 2 ** min(n_silences - 1, 8),
                     self._settings.poll_backoff_s,
                 )
             )

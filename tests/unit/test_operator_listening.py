@@ -38,23 +38,37 @@ def pod(restarts: int = 0, **state: object) -> PodView:
     return view_pod({"metadata": metadata, "status": status})
 
 
-def failures_after(*looks: PodView) -> int:
-    listener = Listener(cast("Sidecars", Silent()), ControllerMetrics())
+def silences_after(
+    *looks: PodView, why: Why = Why.OTHER_CONTRACT, was_reachable: bool = False
+) -> int:
+    """As the controller looks: what was called silent is not reachable any more."""
+    listener = Listener(cast("Sidecars", Silent(why)), ControllerMetrics())
     for each in looks:
-        asyncio.run(listener.hear(KEY, each, was_reachable=False))
-    return listener.failures(KEY)
+        reachable = was_reachable and not listener.silences(KEY)
+        asyncio.run(listener.hear(KEY, each, was_reachable=reachable))
+    return listener.silences(KEY)
 
 
-def test_failures_in_a_row_are_counted() -> None:
-    assert failures_after(*[pod()] * 5) == 5
+def test_silences_in_a_row_are_counted() -> None:
+    assert silences_after(*[pod()] * 5) == 5
 
 
 def test_a_sidecar_that_was_started_again_is_asked_as_often_as_a_new_one() -> None:
-    assert failures_after(*[pod()] * 5, pod(restarts=1)) == 1
+    assert silences_after(*[pod()] * 5, pod(restarts=1)) == 1
 
 
 def test_a_sidecar_that_is_not_there_has_not_failed_to_answer() -> None:
-    assert failures_after(*[pod()] * 5, pod(terminated={"reason": "OOMKilled"})) == 0
+    assert silences_after(*[pod()] * 5, pod(terminated={"reason": "OOMKilled"})) == 0
+
+
+@pytest.mark.parametrize(("was_reachable", "tolerated"), [(False, 4), (True, 1)])
+def test_pauses_begin_to_grow_with_the_first_silence_and_a_silence_stays_one(
+    was_reachable: bool, tolerated: int
+) -> None:
+    for number in range(1, 10):
+        looks = [pod()] * number
+        found = silences_after(*looks, why=Why.CONNECTION_FAILED, was_reachable=was_reachable)
+        assert found == max(0, number - tolerated)
 
 
 @pytest.mark.parametrize(
