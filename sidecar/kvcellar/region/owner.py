@@ -279,8 +279,6 @@ class OwnedRegion:
 
         The page is opened again by name under the lock: a late clean-up of an old generation finds
         another inode and leaves it alone. A stock region that engines could find takes a second longer.
-        The pages go also where another process has kept the file by a name or a descriptor of its own:
-        nobody holds it, and the next region needs them.
         """
         is_stock = self._owner.mode is Mode.STOCK
         if is_stock and not stock.withdraw(
