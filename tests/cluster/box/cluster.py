@@ -160,6 +160,11 @@ class Cluster(Access):
         for program in [each for each in self._own if each in _CLIENTS]:
             self.end_program(program, signal.SIGTERM)
             self.start_program(program)
+        place = self.settings.node
+        if place is not None:
+            self._wait(
+                lambda: self._has_its_pods(place), "the kubelet has not found its pods again"
+            )
 
     @property
     def node(self) -> real_node.RunningNode:
@@ -268,6 +273,18 @@ class Cluster(Access):
         self.start_program("kubelet")
         self.start_program("kube-proxy")
         self._wait(lambda: self._takes_pods(place), "the node is not ready")
+
+    def _has_its_pods(self, place: Node) -> bool:
+        """Whether the kubelet knows every pod of its node: until then it lets nobody into one."""
+        bound = self.api.get("/api/v1/pods", fieldSelector=f"spec.nodeName={place.name}")
+        try:
+            known = self.api.get(f"/api/v1/nodes/{place.name}/proxy/pods")
+        except ApiError:  # it does not listen yet
+            return False
+        uids = [
+            {each["metadata"]["uid"] for each in pods["items"] or ()} for pods in (bound, known)
+        ]
+        return uids[0] <= uids[1]
 
     def _takes_pods(self, place: Node) -> bool:
         if not self._exists(f"/api/v1/nodes/{place.name}"):
