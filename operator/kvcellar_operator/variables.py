@@ -9,8 +9,6 @@ from typing import Any
 from kvcellar import contract
 from kvcellar_operator.parts import Parts
 
-_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - the kubelet and the operator ask from outside the pod
-
 
 def engine_env(parts: Parts, engine_id: str) -> list[dict[str, Any]]:
     """The variables of an engine; those that it sets itself are left out by whoever adds them."""
@@ -67,7 +65,8 @@ def sidecar_env(parts: Parts) -> list[dict[str, Any]]:
 
 
 def _http_host(parts: Parts) -> str:
-    return dict(parts.profile.sidecar.env).get(contract.ENV_HTTP_HOST, _ALL_ADDRESSES)
+    # All of them: the kubelet and the operator ask from outside the pod.
+    return dict(parts.profile.sidecar.env).get(contract.ENV_HTTP_HOST, contract.ALL_ADDRESSES)
 
 
 def _engine_id_entry(engine_id: str) -> dict[str, Any]:

@@ -372,6 +372,56 @@ def test_a_setting_that_cannot_be_used_ends_it_with_2_and_one_sentence(
     assert sidecar.files == []
 
 
+# --- where it listens ---------------------------------------------------------------------------------
+
+
+IN_A_NETWORK_OF_ITS_OWN = """\
+echo $0 >/proc/sys/net/ipv6/conf/default/disable_ipv6
+echo $0 >/proc/sys/net/ipv6/conf/all/disable_ipv6
+ip link set lo up
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("disabled", "answering"),
+    [
+        pytest.param("0", {"127.0.0.1", "::1"}, id="both families"),
+        pytest.param("1", {"127.0.0.1"}, id="IPv6 disabled"),
+    ],
+)
+def test_all_addresses_are_those_of_both_families_that_a_pod_has(
+    make_sidecar: MakeSidecar, disabled: str, answering: set[str]
+) -> None:
+    sidecar = make_sidecar(KVCELLAR_HTTP_HOST="::")
+    sidecar.start("unshare", "--net", "sh", "-ec", IN_A_NETWORK_OF_ITS_OWN, disabled)
+    network = f"/proc/{sidecar.process.pid}/ns/net"
+    ours = os.readlink("/proc/self/ns/net")
+    until(lambda: os.readlink(network) != ours, "a network of its own")
+
+    def is_reached(address: str, timeout_s: int) -> bool:
+        command = (KVCELLAR, "wait", "--for", "plan", "--timeout", str(timeout_s))
+        return not subprocess.run(
+            ["nsenter", f"--net={network}", *command],
+            env={**sidecar.environment, "KVCELLAR_HTTP_HOST": address},
+            capture_output=True,
+            check=False,
+        ).returncode
+
+    assert is_reached("::", 20), "the sidecar does not answer at all"
+    assert {address for address in ("127.0.0.1", "::1") if is_reached(address, 1)} == answering
+
+
+def test_all_addresses_are_those_of_ipv4_where_the_kernel_has_no_ipv6(
+    make_sidecar: MakeSidecar,
+) -> None:
+    sidecar = make_sidecar(KVCELLAR_HTTP_HOST="::")
+    no_family = ("-e", "trace=socket", "-e", "inject=socket:error=EAFNOSUPPORT:when=1")
+    sidecar.start("strace", "-D", "-qq", "-o", f"{sidecar.log}.calls", *no_family)
+    sidecar.until_state("Ready")
+    assert Path(f"{sidecar.log}.calls").read_text().startswith("socket(AF_INET6")
+
+
 # --- the commands beside it -----------------------------------------------------------------------------
 
 

@@ -76,6 +76,7 @@ from kvcellar.contract.parsing import (
 )
 from kvcellar.contract.text import printable
 from kvcellar.contract.values import (
+    ALL_ADDRESSES,
     DEFAULT_ATTACH_TIMEOUT_S,
     DEFAULT_HTTP_HOST,
     DEFAULT_HTTP_PORT,
@@ -126,6 +127,7 @@ CONTRACT_VERSION = 1
 none of its answers."""
 
 __all__ = [
+    "ALL_ADDRESSES",
     "ANNOTATION_DESIRED",
     "ANNOTATION_INJECTED",
     "ANNOTATION_SKIPPED",

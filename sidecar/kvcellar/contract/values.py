@@ -89,5 +89,7 @@ class Janitor(StrEnum):
 DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - the mount that vLLM itself uses, fixed by DESIGN
 DIRECTORY_NAME = "kvcellar"
 DEFAULT_HTTP_HOST = "127.0.0.1"
+ALL_ADDRESSES = "::"
+"""As `KVCELLAR_HTTP_HOST`: every address of the pod, of IPv6 and of IPv4, whichever it has."""
 DEFAULT_HTTP_PORT = 9785
 DEFAULT_ATTACH_TIMEOUT_S = 300.0

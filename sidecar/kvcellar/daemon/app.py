@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from typing_extensions import override
 
 from kvcellar import __version__
-from kvcellar.contract import ENV_HTTP_HOST, ENV_HTTP_PORT, ENV_OWNER, Owner
+from kvcellar.contract import ALL_ADDRESSES, ENV_HTTP_HOST, ENV_HTTP_PORT, ENV_OWNER, Owner
 from kvcellar.daemon import logs
 from kvcellar.daemon.api import create_app
 from kvcellar.daemon.config import Settings
@@ -112,6 +112,9 @@ def _make_server(service: Service) -> _Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    is_all = host == ALL_ADDRESSES
+    if is_all and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # noqa: S104 - all addresses that a kernel without IPv6 has
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -121,6 +124,8 @@ def _listen(host: str, port: int) -> socket.socket:
         raise _not_listening(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_all and family is socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -270,5 +270,9 @@ class Settings(BaseSettings):
 
     @property
     def client_host(self) -> str:
-        """The address at which a process of this pod reaches the sidecar."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.http_host, self.http_host)  # noqa: S104 - compared, not bound
+        """The address at which a process of this pod reaches the sidecar.
+
+        Every pod's loopback has the IPv4 address, those without another one included.
+        """
+        is_any = self.http_host in ("0.0.0.0", contract.ALL_ADDRESSES)  # noqa: S104 - compared, not bound
+        return "127.0.0.1" if is_any else self.http_host
