@@ -17,7 +17,7 @@ from kvcellar_operator import regions
 from kvcellar_operator.cluster import Api, ApiFailure, Conflict, Forbidden, NotFound, Unreachable
 from kvcellar_operator.config import ControllerSettings
 from kvcellar_operator.crd_region import Condition
-from kvcellar_operator.events import EventType, Occurrence, Subject
+from kvcellar_operator.events import Occurrence
 from kvcellar_operator.heard import Heard, Silence, condition
 from kvcellar_operator.listening import Listener
 from kvcellar_operator.metrics import ControllerMetrics
@@ -26,8 +26,8 @@ from kvcellar_operator.observe import observe
 from kvcellar_operator.podview import PodView
 from kvcellar_operator.posting import EventPoster
 from kvcellar_operator.status import is_due, merge_patch
-from kvcellar_operator.uninjected import silence_of
-from kvcellar_operator.words import Told, Why
+from kvcellar_operator.uninjected import occurrence_of, silence_of
+from kvcellar_operator.words import Why
 from kvcellar_operator.world import World
 
 logger = logging.getLogger(__name__)
@@ -123,18 +123,12 @@ class Reconciler:
     # --- pods without a sidecar ---------------------------------------------------------------------
 
     async def _uninjected(self, pod: PodView) -> float | None:
-        """Say of a pod without a sidecar why it has none, where an object is to say so."""
+        """Say of a pod without a sidecar why it has none."""
+        if (occurrence := occurrence_of(pod)) is not None:
+            await self._poster.post(occurrence)
         silence = silence_of(pod)
         if silence is None:
             return None
-        if silence.why is Why.NOT_INJECTED and not pod.is_ending:
-            # The webhook warned whoever created a pod that it skipped; here nobody was told.
-            subject = Subject("v1", "Pod", pod.namespace, pod.name, pod.uid)
-            await self._poster.post(
-                Occurrence(
-                    subject, EventType.WARNING, Told.NOT_INJECTED, silence.message, "created"
-                )
-            )
         key = Key(pod.namespace, pod.name)
         bodies = self._world.regions_of(key, pod.uid)
         if not bodies and not pod.is_ending:

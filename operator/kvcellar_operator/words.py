@@ -135,6 +135,7 @@ class Told(StrEnum):
     SIDECAR_REACHABLE = "SidecarReachable"
     ORPHAN_RECLAIMED = "OrphanReclaimed"
     NOT_INJECTED = "NotInjected"
+    INJECTION_SKIPPED = "InjectionSkipped"
     POD_REFUSED = "PodRefused"
 
 
@@ -175,6 +176,10 @@ TOLD: dict[Told, Explanation] = {
         "A pod that has opted in came up without its sidecar: it was labelled later, or the webhook was not asked.",
         "Set the label where the pod is made from, its template; else look at the webhook's Deployment and its "
         "namespace selector. Create the pod anew.",
+    ),
+    Told.INJECTION_SKIPPED: Explanation(
+        "The webhook let a pod that has opted in pass as it was: the message begins with the reason.",
+        "See that reason, which the pod's annotation kvcellar.dev/skipped has too. Create the pod anew.",
     ),
     Told.POD_REFUSED: Explanation(
         "Pods that have opted in are refused by a quota or a LimitRange, which count the sidecar as well.",

@@ -292,12 +292,14 @@ def test_a_pod_of_which_no_capacity_is_known_has_an_object_that_says_so(scene: S
     status = scene.region(name)["status"]
     assert (status["phase"], status["reason"]) == ("Failed", pod["annotations"][ANNOTATION_SKIPPED])
     assert status["reason"].startswith("NoMemoryLimit: ")
+    until(lambda: scene.events()[(Told.INJECTION_SKIPPED, "endless")] == 1, "the Event")
 
-    # What somebody chose needs no object.
+    # What somebody chose needs no object, and no Event.
     scene.create("off", Profile(is_enabled=False))
     simulated.mark_running(scene.cluster, scene.namespace, "endless")
     time.sleep(1.0)
     assert len(scene.regions()) == 1
+    assert not [about for _, about in scene.events() if about == "off"]
 
     refused = scene.cluster.kubectl(
         *("patch", "-n", scene.namespace, "kvreg", name, "--type=merge"),

@@ -22,7 +22,7 @@ from kvcellar_operator.heard import UNINJECTED, Heard, Silence, condition
 from kvcellar_operator.observe import observe
 from kvcellar_operator.podview import PodView, view_pod
 from kvcellar_operator.status import is_due, merge_patch
-from kvcellar_operator.uninjected import silence_of
+from kvcellar_operator.uninjected import NOT_INJECTED, occurrence_of, silence_of
 from kvcellar_operator.words import Told, Why
 from tests.support.fake_sidecars import GIB, attached, orphan, region
 
@@ -245,6 +245,35 @@ def bare(skipped: str = "", **more: Any) -> PodView:  # noqa: ANN401 - parts of 
 def test_what_is_said_of_a_pod_without_a_sidecar(view: PodView, why: Why | None) -> None:
     silence = silence_of(view)
     assert (silence.why if silence else None) is why
+
+
+@pytest.mark.parametrize(
+    ("view", "told"),
+    [
+        (bare(), (Told.NOT_INJECTED, NOT_INJECTED)),
+        (
+            bare("ProfileMissing: there is no `fats`"),
+            (
+                Told.INJECTION_SKIPPED,
+                "the pod has opted in to kvcellar and was not injected: "
+                "ProfileMissing: there is no `fats`",
+            ),
+        ),
+        (
+            bare("OfALaterRelease: a\nb"),
+            (
+                Told.INJECTION_SKIPPED,
+                "the pod has opted in to kvcellar and was not injected: OfALaterRelease: a\\nb",
+            ),
+        ),
+        (bare("ProfileDisabled: it is off"), None),
+        (bare("HostIPC: it is", annotations={"kubernetes.io/config.mirror": "x"}), None),
+        (bare("HostIPC: it is", phase="Succeeded"), None),
+    ],
+)
+def test_the_event_of_a_pod_without_a_sidecar(view: PodView, told: tuple[Told, str] | None) -> None:
+    occurrence = occurrence_of(view)
+    assert ((occurrence.reason, occurrence.message) if occurrence else None) == told
 
 
 def test_reclaimed_orphans_are_told_once() -> None:
