@@ -151,7 +151,8 @@ def test_the_janitor_with_the_engine_s_user_removes_each_file_that_a_killed_vllm
     installed: Cluster, pod_namespace: str, kills: int
 ) -> None:
     cluster, namespace = installed, pod_namespace
-    make_profile(cluster, namespace, containers=["engine"], shmHeadroom="64Mi")
+    # Room for two files: an engine that comes back before the janitor has looked starts at the first try.
+    make_profile(cluster, namespace, containers=["engine"], shmHeadroom="128Mi")
     start(cluster, namespace, OTHER_NAME_ENGINE)
     first = until_it_has_its_region(cluster, namespace)["file"]
     # A file that a process has is nobody's orphan, however often the janitor looks.
