@@ -128,7 +128,7 @@ def test_the_doctor_sees_a_sidecar_that_is_ready(volume: Path, make_sidecar: Mak
     ended = sidecar.run("doctor")
     assert ended.returncode == 0, ended.stdout
     assert "lives, and every region is reserved" in ended.stdout
-    assert "plan: " in ended.stdout
+    assert "plan: 1 of 1 regions are there, and stay" in ended.stdout
     assert not [name for name in sidecar.files if not name.startswith("eng.")]
 
 

@@ -30,11 +30,13 @@ class Forecast:
         plan: of all of them together.
         engine_ids: whose regions they are.
         capacity_bytes: of each, a multiple of 2 MiB.
+        n_adopted: how many of them are there, and would be adopted as they are.
     """
 
     plan: Plan
     engine_ids: tuple[EngineId, ...]
     capacity_bytes: int
+    n_adopted: int
 
 
 def forecast(settings: Settings) -> Forecast:
@@ -51,17 +53,18 @@ def forecast(settings: Settings) -> Forecast:
     with _volume(settings.region_directory) as (fd, directory):
         limits = memory.read_limits(fd, pod_limit_bytes=settings.pod_memory_limit_bytes)
         asked = needed_bytes(capacity, settings.mode) * len(ids)
-        promised = 0
+        promised = n_adopted = 0
         if directory is not None:
             named = ids if settings.engine_id is not None else []
-            asked, promised = _beside(directory, named, capacity, settings.mode, asked)
-    return Forecast(memory.plan(asked, limits, promised), tuple(ids), capacity)
+            asked, promised, n_adopted = _beside(directory, named, capacity, settings.mode, asked)
+    return Forecast(memory.plan(asked, limits, promised), tuple(ids), capacity, n_adopted)
 
 
 def _beside(
     directory: RegionDirectory, ids: Sequence[EngineId], capacity: int, mode: Mode, asked: int
-) -> tuple[int, int]:
-    """What is asked for when the regions that are there count, and what others have yet to take."""
+) -> tuple[int, int, int]:
+    """What is asked for when the regions that are there count, what others have yet to take, and how many stay."""
+    n_adopted = 0
     with directory.lock():
         promised = promised_bytes(directory)
         own = {engine: outstanding_bytes(directory, meta_name(engine)) for engine in ids}
@@ -71,13 +74,14 @@ def _beside(
         owner, whole = region.contents.owner, needed_bytes(capacity, mode)
         missing = max(owner.capacity_bytes - region.reserved_bytes, 0)
         is_same = (owner.capacity_bytes, owner.mode) == (capacity, mode)
-        if is_same or region.held:  # it would be adopted as it is
+        if is_same or region.held:
+            n_adopted += 1
             is_reserving = owner.state is RegionState.RESERVING
             index = own[region.engine_id] - (missing if is_reserving else 0)
             asked += missing + max(index, 0) - whole
         else:
             asked -= min(region.reserved_bytes, whole)
-    return asked, promised - sum(own.values())
+    return asked, promised - sum(own.values()), n_adopted
 
 
 @contextmanager

@@ -134,6 +134,8 @@ def _check_plan(settings: Settings) -> list[Finding]:
         return [problem("plan", str(error), "see `kvcellar plan` for every limit")]
     except KVCellarError as error:
         return [problem("plan", str(error), "see the sentence")]
+    if told.n_adopted == len(told.engine_ids):
+        return [fine("plan", f"{told.n_adopted} of {told.n_adopted} regions are there, and stay")]
     asked, free = mebibytes(told.plan.asked_bytes), mebibytes(told.plan.free_bytes)
     return [
         fine("plan", f"{asked} would fit: {told.plan.binding_limit or 'no limit'} leaves {free}")
