@@ -32,13 +32,25 @@ def up(folder: Path, *, bridge: bool, node: bool) -> None:
         record.remove_all()
         record = None
     if record is None:
-        made = [image.archive for image in recipes.images()] if node else []
-        cluster = Cluster(Settings.choose(folder, bridge=bridge, node=node), programs())
+        made = []
+        if node:
+            _say("images of kvcellar and of an engine")
+            made = [image.archive for image in recipes.images()]
+        _say("the programs of Kubernetes")
+        found = programs()
+        _say("a cluster of them")
+        cluster = Cluster(Settings.choose(folder, bridge=bridge, node=node), found)
         cluster.start(keep_running=True)
         for archive in made:
+            _say(f"the image {archive.name}, for its node")
             cluster.node.import_image(archive)
     sys.stdout.write(f"export KUBECONFIG={shlex.quote(str(folder / 'kubeconfig'))}\n")
     sys.stdout.write(f"export PATH={shlex.quote(str(programs()))}:$PATH\n")
+
+
+def _say(what: str) -> None:
+    """Tell a person what the next part of a minute is spent on; stdout is for the shell."""
+    sys.stderr.write(f"{what} ...\n")
 
 
 def down(folder: Path) -> None:
