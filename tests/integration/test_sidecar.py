@@ -400,13 +400,9 @@ def test_all_addresses_are_those_of_both_families_that_a_pod_has(
     until(lambda: os.readlink(network) != ours, "a network of its own")
 
     def is_reached(address: str, timeout_s: int) -> bool:
-        command = (KVCELLAR, "wait", "--for", "plan", "--timeout", str(timeout_s))
-        return not subprocess.run(
-            ["nsenter", f"--net={network}", *command],
-            env={**sidecar.environment, "KVCELLAR_HTTP_HOST": address},
-            capture_output=True,
-            check=False,
-        ).returncode
+        asked = ("wait", "--for", "plan", "--timeout", str(timeout_s))
+        inside = ("nsenter", f"--net={network}")
+        return sidecar.run(*asked, wrapper=inside, KVCELLAR_HTTP_HOST=address).returncode == 0
 
     assert is_reached("::", 20), "the sidecar does not answer at all"
     assert {address for address in ("127.0.0.1", "::1") if is_reached(address, 1)} == answering

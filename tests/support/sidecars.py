@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,10 +96,12 @@ class Sidecar:
             self._process.kill()
             self._process.wait()
 
-    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run another command of kvcellar with the same settings."""
+    def run(
+        self, *arguments: str, wrapper: Sequence[str] = (), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run another command of kvcellar with the same settings, behind a wrapping command if there is one."""
         return subprocess.run(
-            [KVCELLAR, *arguments],
+            [*wrapper, KVCELLAR, *arguments],
             env={**self.environment, **variables},
             capture_output=True,
             text=True,

@@ -112,8 +112,7 @@ def _make_server(service: Service) -> _Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    is_all = host == ALL_ADDRESSES
-    if is_all and not socket.has_dualstack_ipv6():
+    if host == ALL_ADDRESSES and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"  # noqa: S104 - all addresses that a kernel without IPv6 has
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -124,7 +123,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise _not_listening(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_all and family is socket.AF_INET6:
+        if host == ALL_ADDRESSES:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(BACKLOG)
