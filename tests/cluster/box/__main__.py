@@ -31,21 +31,20 @@ def up(folder: Path, *, bridge: bool, node: bool) -> None:
         # Such as after a reboot.
         record.remove_all()
         record = None
+    found = programs()
     if record is None:
         made = []
         if node:
             _say("images of kvcellar and of an engine")
             made = [image.archive for image in recipes.images()]
-        _say("the programs of Kubernetes")
-        found = programs()
-        _say("a cluster of them")
+        _say("a cluster")
         cluster = Cluster(Settings.choose(folder, bridge=bridge, node=node), found)
         cluster.start(keep_running=True)
         for archive in made:
             _say(f"the image {archive.name}, for its node")
             cluster.node.import_image(archive)
     sys.stdout.write(f"export KUBECONFIG={shlex.quote(str(folder / 'kubeconfig'))}\n")
-    sys.stdout.write(f"export PATH={shlex.quote(str(programs()))}:$PATH\n")
+    sys.stdout.write(f"export PATH={shlex.quote(str(found))}:$PATH\n")
 
 
 def _say(what: str) -> None:
