@@ -1,7 +1,8 @@
 """`kvcellar-operator webhook`: asks for nothing at a review, so it answers in milliseconds.
 
 Profiles come from a copy in memory, so a review costs no request. Every replica does the same; none leads.
-Order of an end: SIGTERM, not ready, serve until every node knows, finish what is being answered.
+Order of an end: SIGTERM, not ready, serve until every node knows, finish what is being answered. Meanwhile
+each answer closes its connection: the API server keeps them, and would lose what it asks at the very end.
 """
 
 import asyncio
@@ -104,8 +105,13 @@ def _problem(found: Profile | InvalidProfile | None) -> str:
     return f"is of a newer CRD: its pods are injected without {unknown}; upgrade the operator"
 
 
-def create_app(decide: Decide, max_body_bytes: int, metrics: WebhookMetrics) -> FastAPI:
-    """The webhook's application."""
+def create_app(
+    decide: Decide,
+    max_body_bytes: int,
+    metrics: WebhookMetrics,
+    is_leaving: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """The webhook's application; no connection outlives an answer that is given while leaving."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def inject(request: Request) -> Response:
@@ -120,7 +126,7 @@ def create_app(decide: Decide, max_body_bytes: int, metrics: WebhookMetrics) -> 
             metrics.refused()
             return JSONResponse({"detail": str(error)}, 400)
         metrics.reviewed(decided.outcome, decided.reason, time.perf_counter() - began_s)
-        return JSONResponse(decided.body)
+        return JSONResponse(decided.body, headers={"Connection": "close"} if is_leaving() else None)
 
     app.add_api_route(PATH, inject, methods=["POST"])
     return app
@@ -175,7 +181,9 @@ class Webhook:
             ConfigurationError: a port is in use, or there is no API server to talk to.
         """
         settings = self._settings
-        app = create_app(self._decide, settings.max_body_bytes, self._metrics)
+        app = create_app(
+            self._decide, settings.max_body_bytes, self._metrics, lambda: self._is_leaving
+        )
         health = health_app(lambda: "", self.not_ready, self._metrics.registry)
         with listen(settings.common.health_port) as plain, listen(settings.port) as secure:
             async with (

@@ -74,7 +74,12 @@ class PodsMeanwhile:
 
     def assert_all_are_injected(self) -> None:
         """By one release or the other, and by each of them at least once."""
-        assert self.became.keys() == {KVCELLAR_IMAGE, bumped.IMAGE}, self.became
+        assert self.became.keys() == {KVCELLAR_IMAGE, bumped.IMAGE}, (self.became, self._failures())
+
+    def _failures(self) -> list[str]:
+        """What the API server says of reviews that it had to do without."""
+        log = (self._cluster.settings.logs / "kube-apiserver.log").read_text(errors="replace")
+        return [line for line in log.splitlines() if "failing open" in line]
 
     def in_words(self) -> str:
         """For the table of stories."""

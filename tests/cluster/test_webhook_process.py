@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import itertools
 import json
 import ssl
 import threading
@@ -23,6 +24,7 @@ from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.certificates import next_bundle
 from kvcellar_operator.config import WebhookSettings, parse
 from kvcellar_operator.webhook import needs
+from tests.cluster.balancing import Service
 from tests.cluster.box.access import Access, until
 from tests.cluster.box.cluster import Cluster
 from tests.cluster.operators import (
@@ -165,6 +167,30 @@ def test_certificates_are_renewed_under_load_without_a_pod_that_is_missed(webhoo
             until(partial(has_made, load.n_created + 10), "some more pods")
     assert load.missed == []
     assert load.n_created >= 100
+
+
+def test_replicas_that_leave_one_after_the_other_under_load_miss_no_pod(
+    cluster: Access, tmp_path: Path
+) -> None:
+    with (
+        own_namespace(cluster) as namespace,
+        Service().running() as service,
+        started(cluster, namespace, tmp_path, service) as webhook,
+    ):
+        port = free_port()
+        argv = arguments(namespace, webhook.name, port)
+        other = OperatorProcess(webhook.process.access, tmp_path / "other.log", "webhook", *argv)
+        replicas = itertools.cycle([(other, port), (webhook.process, service.backend)])
+        load, leaving = Load(webhook), webhook.process
+        with other.running(until_ready=False), load.running():
+            for process, port in itertools.islice(replicas, 10):
+                process.until_ready()
+                service.backend = port
+                assert leaving.end() == 0
+                leaving.start()
+                leaving = process
+        assert load.missed == []
+        assert load.n_created >= 100
 
 
 def test_a_reinstall_is_trusted_again_at_once(webhook: Webhook) -> None:

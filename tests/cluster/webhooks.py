@@ -10,6 +10,7 @@ from kvcellar.contract import CONTAINER_SIDECAR, LABEL_INJECT
 from kvcellar.demo.sidecar import free_port
 from kvcellar_operator.config import WebhookSettings, parse
 from kvcellar_operator.webhook import PATH, needs
+from tests.cluster.balancing import Service
 from tests.cluster.box.access import Access
 from tests.cluster.box.api import JsonObject
 from tests.cluster.operators import OperatorProcess, granted
@@ -25,6 +26,7 @@ class Webhook:
     namespace: str
     name: str
     port: int
+    """Where the API server asks."""
     process: OperatorProcess
 
     @property
@@ -77,10 +79,14 @@ def arguments(namespace: str, name: str, port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(cluster: Access, namespace: str, folder: Path) -> Iterator[Webhook]:
+def started(
+    cluster: Access, namespace: str, folder: Path, service: Service | None = None
+) -> Iterator[Webhook]:
     """A webhook that serves a namespace, with a ServiceAccount that may do what it needs."""
     name, port = f"kvc-{secrets.token_hex(4)}", free_port()
     argv = arguments(namespace, name, port)
+    if service is not None:
+        service.backend, port = port, service.port
     settings = parse(["webhook", *argv])
     assert isinstance(settings, WebhookSettings)
     # The chart makes the Secret, so that no right to create Secrets is needed.
