@@ -60,13 +60,13 @@ with open("/dev/shm/own", "wb") as file:
 
 
 def start(cluster: Cluster, namespace: str, capacity_bytes: int) -> JsonObject:
-    """A pod whose engine is limited to 96 MiB, and has as much of its own by now as it will have."""
+    """A pod whose engine is limited to 96 MiB, and has used all its chunks by now."""
     make_profile(cluster, namespace, capacity=str(capacity_bytes))
     made = create_pod(cluster, namespace, engine_pod("engine", memory=str(ENGINE_LIMIT_BYTES)))
     until_checked(cluster, namespace, "engine")
     sidecar = NodeSidecar.of(cluster, namespace, "engine")
     sidecar.until_ready()
-    until(lambda: sidecar.loaded_bytes() > 32 * MIB, "the engine has all its patterns", START_S)
+    until(lambda: sidecar.loaded_bytes() > 32 * MIB, "the engine has used all its chunks", START_S)
     return made
 
 
@@ -83,7 +83,7 @@ def test_the_sidecar_pays_for_the_region_and_the_engine_for_its_page_tables(
     start(cluster, namespace, capacity_bytes)
     sidecar = container_group(cluster, namespace, "engine", "kvcellar")
     engine = container_group(cluster, namespace, "engine")
-    paid, alone = sidecar.usage_bytes, engine.usage_bytes
+    paid, alone = sidecar.lasting_bytes, engine.lasting_bytes
     assert paid > capacity_bytes
     assert beside_the_region(sidecar, capacity_bytes) < OVERHEAD_BYTES
 
@@ -92,15 +92,15 @@ def test_the_sidecar_pays_for_the_region_and_the_engine_for_its_page_tables(
     assert size == capacity_bytes
     # 2 MiB for each GiB in small pages, and one page for the tables' own.
     assert tables <= capacity_bytes // 512 + 64 * 1024
-    assert abs(sidecar.usage_bytes - paid) < NOISE_BYTES
+    assert abs(sidecar.lasting_bytes - paid) < NOISE_BYTES
     assert engine.limit_bytes == ENGINE_LIMIT_BYTES
     assert engine.stat["shmem"] < MIB
-    assert engine.usage_bytes < alone + NOISE_BYTES
+    assert engine.lasting_bytes < alone + NOISE_BYTES
     assert container_status(cluster, namespace, "engine", "engine")["restartCount"] == 0
     record_figure(
         f"a region of {capacity_bytes // MIB} MiB",
         f"sidecar {paid / MIB:.1f} MiB, of which {beside_the_region(sidecar, capacity_bytes) / MIB:.1f} beside it, "
-        f"engine {alone / MIB:.1f}, then {engine.usage_bytes / MIB:.1f}, page tables {tables / MIB:.1f}",
+        f"engine {alone / MIB:.1f}, then {engine.lasting_bytes / MIB:.1f}, page tables {tables / MIB:.1f}",
     )
     # What the engine itself is first to write is its own: so these figures do tell whose a page is.
     run_in(cluster, namespace, "engine", "engine", FILE_OF_ITS_OWN)
@@ -113,19 +113,19 @@ def test_after_a_restart_of_the_sidecar_the_pod_has_the_same_sum_and_no_containe
     cluster, namespace = installed, pod_namespace
     made = start(cluster, namespace, LARGE_BYTES)
     pays = memory(cluster, made)
-    before = pays.usage_bytes
+    before = pays.lasting_bytes
 
     kill_container(cluster, namespace, "engine", "kvcellar")
     until_restarted(cluster, namespace, "engine", 1, "kvcellar")
     NodeSidecar.of(cluster, namespace, "engine").until_ready()
 
     sidecar = container_group(cluster, namespace, "engine", "kvcellar")
-    assert abs(pays.usage_bytes - before) < NOISE_BYTES
+    assert abs(pays.lasting_bytes - before) < NOISE_BYTES
     assert sidecar.usage_bytes < OVERHEAD_BYTES
     assert sum(each.usage_bytes for each in pays.children()) < pays.usage_bytes - LARGE_BYTES
     record_figure(
         "after a restart of the sidecar",
-        f"pod {(pays.usage_bytes - before) / MIB:+.1f} MiB, new sidecar {sidecar.usage_bytes / MIB:.1f} MiB",
+        f"pod {(pays.lasting_bytes - before) / MIB:+.1f} MiB, new sidecar {sidecar.usage_bytes / MIB:.1f} MiB",
     )
 
 

@@ -66,7 +66,7 @@ def test_a_sidecar_that_is_killed_adopts_the_region_and_the_engine_does_not_noti
     cluster, namespace = installed, pod_namespace
     sidecar = NodeSidecar.of(cluster, namespace, "engine")
     before, pays = sidecar.until_ready(), memory(cluster, running)
-    files, used = files_of(cluster, namespace, "engine"), pays.usage_bytes
+    files, used = files_of(cluster, namespace, "engine"), pays.lasting_bytes
 
     for number in range(1, 4):
         kill_container(cluster, namespace, "engine", "kvcellar")
@@ -78,7 +78,7 @@ def test_a_sidecar_that_is_killed_adopts_the_region_and_the_engine_does_not_noti
     for same in ("generation", "session", "reservedBytes", "settledBytes", "capacityBytes"):
         assert after[same] == before[same], same
     assert after["engineStarts"] == 1
-    assert abs(pays.usage_bytes - used) < SAME_MEMORY_BYTES
+    assert abs(pays.lasting_bytes - used) < SAME_MEMORY_BYTES
     assert files_of(cluster, namespace, "engine") == files
     assert restarts(cluster, namespace, "engine") == 0
     until_condition(cluster, namespace, "Reachable", "True")
@@ -136,7 +136,7 @@ def test_sidecar_and_engine_that_are_killed_together_come_back_in_the_same_memor
 ) -> None:
     cluster, namespace = installed, pod_namespace
     pays = memory(cluster, running)
-    used, files = pays.usage_bytes, files_of(cluster, namespace, "engine")
+    used, files = pays.lasting_bytes, files_of(cluster, namespace, "engine")
     sidecar = NodeSidecar.of(cluster, namespace, "engine")
 
     for number in (1, 2):
@@ -153,7 +153,7 @@ def test_sidecar_and_engine_that_are_killed_together_come_back_in_the_same_memor
         sidecar.until_ready()
         sidecar.until_more_is_loaded()
 
-    assert abs(pays.usage_bytes - used) < 2 * SAME_MEMORY_BYTES
+    assert abs(pays.lasting_bytes - used) < 2 * SAME_MEMORY_BYTES
     assert files_of(cluster, namespace, "engine") == files
 
 

@@ -123,7 +123,7 @@ def test_an_unmodified_vllm_joins_the_sidecar_s_file_and_leaves_nothing_when_it_
     # Every page that vLLM wrote was there: the engine is charged for none.
     assert container_group(cluster, namespace, "engine").stat["shmem"] < MIB
     sidecar = container_group(cluster, namespace, "engine", "kvcellar")
-    paid = sidecar.usage_bytes
+    paid = sidecar.lasting_bytes
     assert paid > CAPACITY_BYTES
 
     chance = random.Random(kills)
@@ -135,14 +135,14 @@ def test_an_unmodified_vllm_joins_the_sidecar_s_file_and_leaves_nothing_when_it_
 
     assert until_it_has_its_region(cluster, namespace)["inode"] == inode
     assert files(cluster, namespace) == {f"vllm_offload_{engine_id}.mmap": CAPACITY_BYTES}
-    assert abs(sidecar.usage_bytes - paid) < NOISE_BYTES
+    assert abs(sidecar.lasting_bytes - paid) < NOISE_BYTES
     assert container_group(cluster, namespace, "engine").stat["shmem"] < MIB
     status = region_of(cluster, namespace)["status"]
     assert (status["phase"], status["orphans"]) == ("Ready", [])
     assert container_status(cluster, namespace, "engine", "kvcellar")["restartCount"] == 0
     record_figure(
         f"growth of the sidecar over {kills} kills of a stock vLLM",
-        f"{sidecar.usage_bytes - paid} bytes",
+        f"{sidecar.lasting_bytes - paid} bytes",
     )
 
 

@@ -289,7 +289,7 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
     vllm, chance = recorded, random.Random(kills)
     first = until(lambda: vllm.answer(prompt()), "vLLM answers")
     ours = vllm.files(), disk_usage(vllm, "")
-    sidecar, sidecar_bytes = vllm.group("kvcellar"), vllm.group("kvcellar").usage_bytes
+    sidecar, sidecar_bytes = vllm.group("kvcellar"), vllm.group("kvcellar").lasting_bytes
     pays, region_bytes = pod_group(vllm), shared_bytes(pod_group(vllm))
     processes_bytes = process_bytes(pays)
     done: int = vllm.status()["restartCount"]
@@ -299,7 +299,7 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
         served += vllm.status()["ready"]
         kill_container(vllm.cluster, vllm.namespace, NAME, CONTAINER)
         until_restarted(vllm.cluster, vllm.namespace, NAME, done + number, CONTAINER)
-        grown.append(sidecar.usage_bytes - sidecar_bytes)
+        grown.append(sidecar.lasting_bytes - sidecar_bytes)
         assert shared_bytes(pays) - region_bytes < number * LEFT_BYTES
     back_at = time.monotonic()
     again = until(lambda: vllm.answer(prompt()), "vLLM serves again", START_S)

@@ -103,6 +103,16 @@ class MemoryGroup:
         return int(self._read("memory.usage_in_bytes", "memory.current"))
 
     @property
+    def lasting_bytes(self) -> int:
+        """The same without cache of files on a disk, which comes and goes as the kernel likes."""
+        stat = self.stat
+        # On v1 the sums with the groups below have names of their own.
+        cached = (
+            stat.get(f"total_{kind}", stat[kind]) for kind in ("active_file", "inactive_file")
+        )
+        return self.usage_bytes - sum(cached)
+
+    @property
     def limit_bytes(self) -> int | None:
         """Its own limit; None if it has none."""
         text = self._read("memory.limit_in_bytes", "memory.max")

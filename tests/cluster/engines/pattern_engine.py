@@ -44,21 +44,22 @@ class Patterns:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._stored: dict[int, bytes] = {}
+        # Seeds, not bytes: what this process has of its own is the same from its first pattern on.
+        self._seeds: dict[int, int] = {}
         self.stores = 0
         self.loads = 0
 
     def store(self, chunk: int, seed: int) -> None:
         """Copy a new pattern into a chunk."""
-        data = pattern(chunk, seed)
-        ctypes.memmove(self._address(chunk), data, CHUNK_BYTES)
-        self._stored[chunk] = data
+        ctypes.memmove(self._address(chunk), pattern(chunk, seed), CHUNK_BYTES)
+        self._seeds[chunk] = seed
         self._region.add_counters(Direction.STORE, CHUNK_BYTES, ok=True)
         self.stores += 1
 
     def load(self, chunk: int) -> bool:
         """Whether a chunk has the pattern that it was given."""
-        same = ctypes.string_at(self._address(chunk), CHUNK_BYTES) == self._stored[chunk]
+        stored = pattern(chunk, self._seeds[chunk])
+        same = ctypes.string_at(self._address(chunk), CHUNK_BYTES) == stored
         self._region.add_counters(Direction.LOAD, CHUNK_BYTES, ok=same)
         self.loads += 1
         return same
