@@ -79,6 +79,22 @@ def test_the_command_prints_the_manifest_or_says_why(
     assert "sidecar memory" in text
 
 
+@pytest.mark.parametrize(
+    "around", [{}, {"spec"}, {"spec", "kind", "metadata"}], ids=lambda keys: "+".join(sorted(keys))
+)
+def test_a_profile_that_is_given_counts_for_pods_that_name_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], around: set[str]
+) -> None:
+    spec = {"capacity": "3Gi"}
+    whole = {"kind": "OffloadProfile", "metadata": {"name": "given"}, "spec": spec}
+    manifest, profile = tmp_path / "pod.yaml", tmp_path / "profile.yaml"
+    manifest.write_text(yaml.safe_dump(documents("annotation-copied.in.yaml")[0]))
+    profile.write_text(yaml.safe_dump({key: whole[key] for key in around} or spec))
+    assert main(["inject", "-f", str(manifest), "--profile", str(profile)]) == 0
+    sidecar = yaml.safe_load(capsys.readouterr().out)["spec"]["initContainers"][0]
+    assert {"name": "KVCELLAR_CAPACITY", "value": str(3 << 30)} in sidecar["env"]
+
+
 @pytest.mark.parametrize("text", ["", "a: [", "- {{ template }}"])
 def test_a_file_that_is_no_manifest_ends_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str

@@ -73,8 +73,10 @@ def _default_profile(given: list[Any]) -> Profile:
     if len(given) != 1:
         return Profile()
     (body,) = given
-    is_object = isinstance(body, dict) and "kind" in body
-    return parse_profile(body) if is_object else parse_profile_spec(body)
+    if not isinstance(body, dict):
+        return parse_profile_spec(body)
+    # Without a kind it is a spec, at its own level or under its name.
+    return parse_profile(body) if "kind" in body else parse_profile_spec(body.get("spec", body))
 
 
 def _key(body: dict[str, Any]) -> tuple[str, str]:
