@@ -31,10 +31,12 @@ class Service:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with await asyncio.start_server(self._forward, "127.0.0.1", 0) as server:
-            self.port = server.sockets[0].getsockname()[1]
-            self._listens.set()
-            await self._end.wait()
+        server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._listens.set()
+        await self._end.wait()
+        # Who has a connection keeps it open, so nothing waits for them: they are cut off.
+        server.close()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):

@@ -610,6 +610,20 @@ def test_the_mode_of_the_directory_is_set_again_so_that_engines_can_open_it(
     assert running.view().state is READY
 
 
+@pytest.mark.parametrize("ending", [".meta", ".data", ".index"])
+@pytest.mark.parametrize("mode", [0o000, 0o600])
+def test_the_mode_of_each_file_is_set_again_so_that_engines_can_open_it(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture, ending: str, mode: int
+) -> None:
+    running = make_service()
+    running.until_state(READY)
+    (file,) = running.directory.glob(f"*{ending}")
+    file.chmod(mode)
+    until(lambda: "region repaired" in caplog.messages, "the repair")
+    assert file.stat().st_mode & 0o7777 == 0o660
+    assert running.view().state is READY
+
+
 def test_a_page_that_was_cut_is_written_anew_with_every_page_of_it(
     make_service: MakeService, caplog: pytest.LogCaptureFixture
 ) -> None:

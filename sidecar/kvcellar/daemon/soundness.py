@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def sound_snapshot(region: OwnedRegion) -> RegionSnapshot:
-    """The region as it is now; what its owner can put right, the page and the directory's mode, is put right.
+    """The region as it is now; what its owner can put right, the page and the modes, is put right.
 
     Raises:
         RegionMismatch: its files are damaged.

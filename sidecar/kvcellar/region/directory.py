@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _LOCK_PAUSE_S = 0.002
 _MODES = {Owner.SIDECAR: 0o2750, Owner.ENGINE: 0o2770}
 """Engines read the directory and write the files; they create nothing unless they own the region."""
+FILE_MODE = 0o660
 
 _KINDS = {
     stat.S_IFLNK: "symbolic link",
@@ -227,15 +228,15 @@ class RegionDirectory:
         )
 
     def create_file(self, name: str) -> int:
-        """Make a file that must not exist yet, mode 0660 whatever the umask.
+        """Make a file that must not exist yet, of `FILE_MODE` whatever the umask.
 
         Raises:
             FileExistsError: the name is taken.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o660, dir_fd=self.fd)
+        fd = os.open(name, flags, FILE_MODE, dir_fd=self.fd)
         try:
-            os.fchmod(fd, 0o660)
+            os.fchmod(fd, FILE_MODE)
         except OSError:
             os.close(fd)
             os.unlink(name, dir_fd=self.fd)

@@ -28,7 +28,7 @@ from kvcellar.region.metadata import OwnerSection, SessionSection, SlotRow
 from kvcellar.region.promises import LimitReader
 from kvcellar.region.snapshot import RegionSnapshot
 from kvcellar.region.states import LEGAL_MOVES, RegionRequest
-from kvcellar.region.wholeness import loss, loss_by_state, names_damage
+from kvcellar.region.wholeness import loss, loss_by_state, mend_modes, names_damage
 
 logger = logging.getLogger(__name__)
 
@@ -263,8 +263,8 @@ class OwnedRegion:
 
     @_in_words
     def repair(self) -> None:
-        """Set the directory's mode, and write the owner section from memory, over whatever damaged them."""
-        self._directory.mend_mode()
+        """Set the modes, and write the owner section from memory, over whatever damaged them."""
+        mend_modes(self._directory, self.engine_id, self._owner)
         header = frame.pack_header()
         if os.pread(self._meta_fd, len(header), 0) != header:
             os.posix_fallocate(self._meta_fd, 0, frame.META_BYTES)  # also its holes

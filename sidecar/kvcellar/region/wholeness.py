@@ -7,10 +7,11 @@ That is no worse than what a write of such a process could do, and as little to 
 """
 
 import os
+import stat
 
 from kvcellar.contract import EngineId, Mode
 from kvcellar.region import file, stock
-from kvcellar.region.directory import RegionDirectory
+from kvcellar.region.directory import FILE_MODE, RegionDirectory, oddity
 from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.names import index_name, meta_name
 from kvcellar.region.states import ATTACHABLE
@@ -56,10 +57,53 @@ def names_damage(
     if not has_index(directory, engine_id, owner):
         index = index_name(engine_id, owner.nonce)
         return f"the index file {index} was removed or replaced by another process"
-    for name in (meta_name(engine_id), data):
-        if not directory.is_plain(name):
-            return f"another process has given the file {os.path.basename(name)} a second name"
+    for name in _file_names(directory, engine_id, owner):
+        if done := _done_to(directory, name):
+            return f"another process has {done} the file {os.path.basename(name)}"
     return ""
+
+
+def _done_to(directory: RegionDirectory, name: str) -> str:
+    if not directory.is_plain(name):
+        return "given a second name to"
+    return "" if _has_mode(directory, name) else "changed the mode of"
+
+
+def mend_modes(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> None:
+    """Set the modes of the directory and of the region's files again, if somebody has changed them.
+
+    Raises:
+        OSError: a file is gone, or another user's.
+    """
+    directory.mend_mode()
+    for name in _file_names(directory, engine_id, owner):
+        if not _has_mode(directory, name):
+            _mend_mode(directory, name)
+
+
+def _file_names(
+    directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection
+) -> tuple[str, ...]:
+    index = () if owner.mode is Mode.STOCK else (index_name(engine_id, owner.nonce),)
+    return (meta_name(engine_id), stock.find_data(directory, engine_id, owner), *index)
+
+
+def _has_mode(directory: RegionDirectory, name: str) -> bool:
+    try:
+        status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_IMODE(status.st_mode) == FILE_MODE
+
+
+def _mend_mode(directory: RegionDirectory, name: str) -> None:
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd)
+    try:
+        if not oddity(os.fstat(fd)):
+            # A mode may keep its own owner from opening the file, and fchmod wants it open.
+            os.chmod(f"/proc/self/fd/{fd}", FILE_MODE)
+    finally:
+        os.close(fd)
 
 
 def has_index(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> bool:
