@@ -264,7 +264,8 @@ class OwnedRegion:
     @_in_words
     def repair(self) -> None:
         """Set the modes, and write the owner section from memory, over whatever damaged them."""
-        mend_modes(self._directory, self.engine_id, self._owner)
+        fds = self._meta_fd, self._data_fd
+        mend_modes(self._directory, self.engine_id, self._owner, fds)
         header = frame.pack_header()
         if os.pread(self._meta_fd, len(header), 0) != header:
             os.posix_fallocate(self._meta_fd, 0, frame.META_BYTES)  # also its holes

@@ -64,21 +64,45 @@ def names_damage(
 
 
 def _done_to(directory: RegionDirectory, name: str) -> str:
-    if not directory.is_plain(name):
+    try:
+        status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return "removed"
+    if oddity(status):
         return "given a second name to"
-    return "" if _has_mode(directory, name) else "changed the mode of"
+    return "" if _has_mode(status) else "changed the mode of"
 
 
-def mend_modes(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> None:
+def mend_modes(
+    directory: RegionDirectory,
+    engine_id: EngineId,
+    owner: OwnerSection,
+    page_and_data: tuple[int, int],
+) -> None:
     """Set the modes of the directory and of the region's files again, if somebody has changed them.
 
+    Page and data are the owner's open files, whatever their names lead to by now.
+
     Raises:
-        OSError: a file is gone, or another user's.
+        OSError: a file is another user's, or the index is gone.
     """
     directory.mend_mode()
-    for name in _file_names(directory, engine_id, owner):
-        if not _has_mode(directory, name):
-            _mend_mode(directory, name)
+    for fd in page_and_data:
+        if not _has_mode(os.fstat(fd)):
+            os.fchmod(fd, FILE_MODE)
+    if owner.mode is not Mode.STOCK:
+        _mend_index(directory, index_name(engine_id, owner.nonce))
+
+
+def _mend_index(directory: RegionDirectory, name: str) -> None:
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd)
+    try:
+        status = os.fstat(fd)
+        if not (oddity(status) or _has_mode(status)):
+            # A mode may keep its own owner from opening the file, and fchmod wants it open.
+            os.chmod(f"/proc/self/fd/{fd}", FILE_MODE)
+    finally:
+        os.close(fd)
 
 
 def _file_names(
@@ -88,22 +112,8 @@ def _file_names(
     return (meta_name(engine_id), stock.find_data(directory, engine_id, owner), *index)
 
 
-def _has_mode(directory: RegionDirectory, name: str) -> bool:
-    try:
-        status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
+def _has_mode(status: os.stat_result) -> bool:
     return stat.S_IMODE(status.st_mode) == FILE_MODE
-
-
-def _mend_mode(directory: RegionDirectory, name: str) -> None:
-    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory.fd)
-    try:
-        if not oddity(os.fstat(fd)):
-            # A mode may keep its own owner from opening the file, and fchmod wants it open.
-            os.chmod(f"/proc/self/fd/{fd}", FILE_MODE)
-    finally:
-        os.close(fd)
 
 
 def has_index(directory: RegionDirectory, engine_id: EngineId, owner: OwnerSection) -> bool:
