@@ -249,10 +249,8 @@ class RegionDirectory:
 
     def is_plain(self, name: str) -> bool:
         """Whether a name leads to a regular file with no other name, which is all that `open_file` opens."""
-        try:
-            return not oddity(os.stat(name, dir_fd=self.fd, follow_symlinks=False))
-        except FileNotFoundError:
-            return False
+        status = status_at(self.fd, name)
+        return status is not None and not oddity(status)
 
     def unlink_if(self, name: str, identity: tuple[int, int]) -> bool:
         """Remove a name if it still leads to this very file. Call it under the lock."""
@@ -271,13 +269,18 @@ class RegionDirectory:
         return True
 
 
-def identity_at(dir_fd: int, name: str) -> tuple[int, int] | None:
-    """(device, inode) that a name leads to now, without following a link; None if it is gone."""
+def status_at(dir_fd: int, name: str) -> os.stat_result | None:
+    """What a name leads to now, without following a link; None if it is gone."""
     try:
-        status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return status.st_dev, status.st_ino
+
+
+def identity_at(dir_fd: int, name: str) -> tuple[int, int] | None:
+    """(device, inode) of `status_at`; None if the name is gone."""
+    status = status_at(dir_fd, name)
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def oddity(status: os.stat_result) -> str:

@@ -11,7 +11,7 @@ import stat
 
 from kvcellar.contract import EngineId, Mode
 from kvcellar.region import file, stock
-from kvcellar.region.directory import FILE_MODE, RegionDirectory, oddity
+from kvcellar.region.directory import FILE_MODE, RegionDirectory, oddity, status_at
 from kvcellar.region.metadata import OwnerSection
 from kvcellar.region.names import index_name, meta_name
 from kvcellar.region.states import ATTACHABLE
@@ -64,9 +64,8 @@ def names_damage(
 
 
 def _done_to(directory: RegionDirectory, name: str) -> str:
-    try:
-        status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except FileNotFoundError:
+    status = status_at(directory.fd, name)
+    if status is None:
         return "removed"
     if oddity(status):
         return "given a second name to"
