@@ -109,12 +109,18 @@ def create_app(
     decide: Decide,
     max_body_bytes: int,
     metrics: WebhookMetrics,
-    is_leaving: Callable[[], bool] = lambda: False,
+    is_leaving: Callable[[], bool],
 ) -> FastAPI:
     """The webhook's application; no connection outlives an answer that is given while leaving."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def inject(request: Request) -> Response:
+        response = await reviewed(request)
+        if is_leaving():
+            response.headers["Connection"] = "close"
+        return response
+
+    async def reviewed(request: Request) -> Response:
         try:
             review = json.loads(await _read(request, max_body_bytes))
             began_s = time.perf_counter()
@@ -126,7 +132,7 @@ def create_app(
             metrics.refused()
             return JSONResponse({"detail": str(error)}, 400)
         metrics.reviewed(decided.outcome, decided.reason, time.perf_counter() - began_s)
-        return JSONResponse(decided.body, headers={"Connection": "close"} if is_leaving() else None)
+        return JSONResponse(decided.body)
 
     app.add_api_route(PATH, inject, methods=["POST"])
     return app

@@ -186,7 +186,16 @@ def metrics() -> WebhookMetrics:
 
 @pytest.fixture
 def app(metrics: WebhookMetrics) -> FastAPI:
-    return create_app(lambda body: answer(body, no_profile, SETTINGS), MAX_BODY_BYTES, metrics)
+    return app_of(metrics, is_leaving=False)
+
+
+def app_of(metrics: WebhookMetrics, *, is_leaving: bool) -> FastAPI:
+    return create_app(
+        lambda body: answer(body, no_profile, SETTINGS),
+        MAX_BODY_BYTES,
+        metrics,
+        lambda: is_leaving,
+    )
 
 
 def test_reviews_are_answered_and_counted(app: FastAPI, metrics: WebhookMetrics) -> None:
@@ -219,6 +228,15 @@ def test_what_is_no_review_is_refused_and_counted(
     assert response.status_code == status
     assert response.json()["detail"]
     assert metrics.registry.get_sample_value("kvcellar_webhook_bad_requests_total") == 1
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+@pytest.mark.parametrize("content", [json.dumps(review(pod())).encode(), b"no json"])
+def test_each_answer_of_a_webhook_that_leaves_closes_its_connection(
+    metrics: WebhookMetrics, content: bytes, is_leaving: bool
+) -> None:
+    response = post(app_of(metrics, is_leaving=is_leaving), content)
+    assert (response.headers.get("Connection") == "close") is is_leaving
 
 
 def test_there_is_one_path(app: FastAPI) -> None:
