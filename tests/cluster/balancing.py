@@ -42,9 +42,9 @@ class Service:
         with contextlib.closing(writer), contextlib.suppress(OSError):
             to_read, to_write = await asyncio.open_connection("127.0.0.1", self.backend)
             with contextlib.closing(to_write):
-                there, back = _pipe(reader, to_write), _pipe(to_read, writer)
                 # Where one side ends, neither has anything more to say to the other.
-                ways = [asyncio.create_task(way) for way in (there, back)]
+                pipes = _pipe(reader, to_write), _pipe(to_read, writer)
+                ways = [asyncio.create_task(pipe) for pipe in pipes]
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
                 for way in ways:
                     way.cancel()

@@ -223,11 +223,11 @@ def test_metrics_du_and_cgroups_say_the_same_of_the_region(
     assert data == resident
     assert resident < volume < resident + INDEX_BYTES
     sidecar, engine = recorded.group("kvcellar"), recorded.group(CONTAINER)
-    shmem = {"pod": shared_bytes(pod_group(recorded)), "sidecar": shared_bytes(sidecar)}
+    shmem = {"pod": pod_group(recorded).shared_bytes, "sidecar": sidecar.shared_bytes}
     assert resident <= shmem["sidecar"] < resident + INDEX_BYTES
     assert shmem["sidecar"] <= shmem["pod"] < resident + NOISE_BYTES
     assert resident < sidecar.usage_bytes < resident * 1003 // 1000 + OVERHEAD_BYTES
-    assert shared_bytes(engine) < NOISE_BYTES
+    assert engine.shared_bytes < NOISE_BYTES
     record_figure(
         "a region of 64 MiB with vLLM",
         f"du {volume} bytes, the sidecar's shared pages {shmem['sidecar']}, the pod's {shmem['pod']}; "
@@ -255,18 +255,6 @@ def pod_group(vllm: Vllm) -> MemoryGroup:
     return memory(vllm.cluster, vllm.made)
 
 
-def shared_bytes(group: MemoryGroup) -> int:
-    """What a group and those below it are charged for pages of a tmpfs."""
-    stat = group.stat
-    return stat.get("total_shmem", stat["shmem"])
-
-
-def process_bytes(group: MemoryGroup) -> int:
-    """The same for memory of processes; what is left is cache of files, which the kernel takes back."""
-    stat = group.stat
-    return stat["total_rss"] if "total_rss" in stat else stat["anon"]
-
-
 # ---- it is killed
 
 
@@ -290,8 +278,8 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
     first = until(lambda: vllm.answer(prompt()), "vLLM answers")
     ours = vllm.files(), disk_usage(vllm, "")
     sidecar, sidecar_bytes = vllm.group("kvcellar"), vllm.group("kvcellar").lasting_bytes
-    pays, region_bytes = pod_group(vllm), shared_bytes(pod_group(vllm))
-    processes_bytes = process_bytes(pays)
+    pays, region_bytes = pod_group(vllm), pod_group(vllm).shared_bytes
+    processes_bytes = pays.process_bytes
     done: int = vllm.status()["restartCount"]
     grown, served = [0], 0
     for number in range(1, kills + 1):
@@ -300,12 +288,12 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
         kill_container(vllm.cluster, vllm.namespace, NAME, CONTAINER)
         until_restarted(vllm.cluster, vllm.namespace, NAME, done + number, CONTAINER)
         grown.append(sidecar.lasting_bytes - sidecar_bytes)
-        assert shared_bytes(pays) - region_bytes < number * LEFT_BYTES
+        assert pays.shared_bytes - region_bytes < number * LEFT_BYTES
     back_at = time.monotonic()
     again = until(lambda: vllm.answer(prompt()), "vLLM serves again", START_S)
     loading_s = time.monotonic() - back_at
 
-    processes_grew = process_bytes(pays) - processes_bytes
+    processes_grew = pays.process_bytes - processes_bytes
     assert again == first
     assert 0 < served < kills
     assert processes_grew < PROCESS_NOISE_BYTES
@@ -320,7 +308,7 @@ def test_a_vllm_that_is_killed_at_random_moments_comes_back_in_the_same_memory(
     )
     record_figure(
         f"vLLM over {kills} kills, {served} of them while it served",
-        f"sidecar {max(grown):+} bytes, the pod's shared pages {shared_bytes(pays) - region_bytes:+}, "
+        f"sidecar {max(grown):+} bytes, the pod's shared pages {pays.shared_bytes - region_bytes:+}, "
         f"its processes {processes_grew:+}; "
         f"{loading_s:.0f} s from the last restart to the same tokens",
     )

@@ -105,12 +105,23 @@ class MemoryGroup:
     @property
     def lasting_bytes(self) -> int:
         """The same without cache of files on a disk, which comes and goes as the kernel likes."""
+        return self.usage_bytes - self.charged("active_file", "inactive_file")
+
+    @property
+    def shared_bytes(self) -> int:
+        """What it is charged for pages of a tmpfs."""
+        return self.charged("shmem")
+
+    @property
+    def process_bytes(self) -> int:
+        """What it is charged for memory of processes."""
+        return self.charged("anon" if is_v2() else "rss")
+
+    def charged(self, *kinds: str) -> int:
+        """The sum of these kinds of `stat`, of the group and of those below it."""
         stat = self.stat
-        # On v1 the sums with the groups below have names of their own.
-        cached = (
-            stat.get(f"total_{kind}", stat[kind]) for kind in ("active_file", "inactive_file")
-        )
-        return self.usage_bytes - sum(cached)
+        # On v1 the figures that include the groups below have names of their own.
+        return sum(stat.get(f"total_{kind}", stat[kind]) for kind in kinds)
 
     @property
     def limit_bytes(self) -> int | None:
